@@ -1,4 +1,4 @@
-"""Imported first by the scripts of this folder: without kvabr's environment they say how to make it."""
+"""Import this first in the scripts of this folder: without kvabr's environment, it prints how to create it."""
 
 import sys
 from importlib.util import find_spec

@@ -19,26 +19,26 @@ Need = Literal["attention", "peaks", "values", "order", "deviation", "exact"]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A prompt with tokens that can be recomputed; only the selector's inputs are set."""
+    """A prompt with tokens that can be recomputed. Only the inputs that the selector needs are set."""
 
     tokens: int
-    """Tokens of the joined cache; the question follows them."""
+    """Number of tokens of the joined cache; the question follows them."""
     passages: tuple[tuple[int, int], ...]
-    """First and end position of every passage, in prompt order. Other tokens are exact."""
+    """First position, and position after the last, of every passage, in prompt order. Other tokens are exact."""
     layers: int
     attention: torch.Tensor | None = None
     """[layer, token] float32 for the layers in `Selector.looks_at`: attention of the question's tokens to each token.
     """
     peaks: torch.Tensor | None = None
-    """As ``attention``, but the maximum over heads and the question's tokens."""
+    """Like ``attention``, but the maximum over heads and question tokens."""
     values: torch.Tensor | None = None
-    """[layer, token] float32, of the same layers: the norm of each token's value, over all heads."""
+    """[layer, token] float32, for the layers of ``attention``: norm of each token's value over all heads."""
     orders: tuple[bytes | None, ...] = ()
     """The publisher's order of every passage, one byte per token, 255 first; None without one."""
     deviation: torch.Tensor | None = None
-    """[K/V, token] float32: squared distance of the cache's layer 1 from the one after a full layer 0."""
+    """[K/V, token] float32: squared change of layer 1 of the cache if layer 0 is recomputed."""
     exact: torch.Tensor | None = None
-    """[token] float32: cost of each token's error against the exact cache. Only in benchmarks."""
+    """[token] float32: cost of each token's error relative to the exact cache. Only in benchmarks."""
 
 
 class Selector(ABC):
@@ -48,12 +48,12 @@ class Selector(ABC):
     """Inputs in addition to the positions of passages."""
 
     def looks_at(self, layers: int) -> range:
-        """Return the layers, of ``layers``, for attention, peaks and values; default: all."""
+        """Return which of ``layers`` layers to read for attention, peaks and values; default: all."""
         return range(layers)
 
     @abstractmethod
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return a score for each token of the joined cache, [token]; those outside passages are ignored."""
+        """Return a score for each token of the joined cache, [token]; scores outside passages are ignored."""
 
 
 def needed(value: torch.Tensor | None, name: Need) -> torch.Tensor:
@@ -68,8 +68,8 @@ def choose(prompt: Selection, scores: torch.Tensor, share: float) -> tuple[int, 
 
     Args:
         prompt: has the passages.
-        scores: [token]; of equal ones, the earlier token is preferred.
-        share: share of the passages' tokens, 0 to 1, rounded up to whole tokens.
+        scores: [token]; if scores are equal, the earlier token is preferred.
+        share: fraction of the passages' tokens, 0 to 1, rounded up to whole tokens.
 
     Raises:
         PolicyError: the scores are not one number per token.
@@ -89,7 +89,7 @@ def choose(prompt: Selection, scores: torch.Tensor, share: float) -> tuple[int, 
 
 
 def by_passage(prompt: Selection, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return [token] from a row for each passage, zero elsewhere."""
+    """Concatenate one row per passage to a [token] tensor, with zeros outside of passages."""
     out = torch.zeros(prompt.tokens)
     for (first, end), row in zip(prompt.passages, rows, strict=True):
         out[first:end] = row
@@ -107,14 +107,14 @@ def look(
     orders: Sequence[bytes | None] = (),
     exact: torch.Tensor | None = None,
 ) -> Selection:
-    """Return the inputs of a selector for a prompt.
+    """Compute the inputs that a selector needs for a prompt.
 
     Args:
         engine: computes the inputs.
         selector: lists its inputs.
         tokens: ids of the prompt, as many as the cache has.
-        passages: first and end position of each.
-        question: ids after the prompt.
+        passages: first and end position of each passage.
+        question: ids that follow the prompt.
         kv: the joined cache, [layer, K/V, head, token, dim], any float dtype; not modified.
         orders: the publishers' orders, one per passage; empty for none.
         exact: see `Selection.exact`.
@@ -128,7 +128,7 @@ def look(
     if "values" in selector.needs:
         values = kv[layers.start : layers.stop : layers.step, 1].float().pow(2).sum(dim=(1, 3)).sqrt()
     if "deviation" in selector.needs:
-        # Layer 0 depends on the tokens alone, so layer 1 is the first to differ.
+        # Layer 0 depends on the tokens alone, so layer 1 is the first that can differ.
         first = engine.recompute(tokens, range(len(tokens)), kv, layers=2)[1]
         deviation = (first.float() - kv[1].float()).pow(2).sum(dim=(1, 3))
     return Selection(

@@ -1,4 +1,4 @@
-"""The built-in selectors, and the registry of all; `kvabr_lab.selectors` has alternatives."""
+"""The built-in selectors, and the registry of all selectors."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from kvabr.blend.selection import Selection, Selector, by_passage, needed
 
 
 class QuestionSelector(Selector):
-    """Tokens that the question attends to (as ProphetKV, arXiv:2602.02579, and InfoFlow KV, arXiv:2603.05353)."""
+    """Selects tokens that the question attends to (ProphetKV, arXiv:2602.02579; InfoFlow KV, arXiv:2603.05353)."""
 
     needs = frozenset({"attention"})
 
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return the attention, summed over layers."""
+        """Return the attention summed over layers."""
         return needed(prompt.attention, "attention").sum(dim=0)
 
 
 class QuestionValueSelector(Selector):
-    """Tokens that the question attends to, weighted by the norm of their values: their effect on the answer."""
+    """Selects tokens that the question attends to, weighted by the norm of their values: their effect on the answer."""
 
     needs = frozenset({"attention", "values"})
 
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return attention times norm, summed over layers."""
+        """Return attention times norm of the values, summed over layers."""
         return (needed(prompt.attention, "attention") * needed(prompt.values, "values")).sum(dim=0)
 
 
 class QuestionPeaksSelector(Selector):
-    """Runs of tokens around attention peaks (over heads and question tokens), weighted by the values' norms.
+    """Selects runs of tokens around attention peaks (over heads and question tokens), weighted by values' norms.
 
-    Few heads look up facts, and in a sum over all heads they are drowned out. A fact is more than the token looked at:
-    a number has several.
+    Only a few heads look up facts, and a sum over all heads hides them. A fact, such as a number, often has several
+    tokens.
 
-    Errors concentrate at the beginning of a passage, whose tokens had seen little of their own text. The squared error
-    falls from 14 times its mean at the first token to 5 times at the fifth, 2 at the twentieth and a third after the
-    128th (SmolLM2-135M, means over four contexts). So scores fall alike.
+    Errors concentrate at the beginning of a passage, where tokens were computed with little preceding text. The squared
+    error falls from 14 times its mean at the first token to 5 times at the fifth, 2 at the twentieth and a third after
+    the 128th (SmolLM2-135M, means over four contexts). So scores fall likewise.
     """
 
     needs = frozenset({"peaks", "values"})
     reach = 8
-    """Neighbours on either side that share a token's score."""
+    """Number of neighbours on either side that share a token's score."""
     fall = 0.5
-    """Scores are divided by the position in the passage, from 1, to this power."""
+    """Exponent: scores are divided by the position in the passage, counted from 1, to this power."""
 
     def looks_at(self, layers: int) -> range:
-        """Return the first two thirds of the layers: the others add time, and do not change the choice."""
+        """Return the first two thirds of the layers: reading more takes longer and does not change the choice."""
         return range(max(1, 2 * layers // 3))
 
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return peaks times norms, summed over layers, averaged over neighbours, by position in the passage."""
+        """Return peaks times norms, summed over layers, averaged over neighbours, and reduced with the position."""
         own = (needed(prompt.peaks, "peaks") * needed(prompt.values, "values")).sum(dim=0)
         width = 2 * self.reach + 1
         rows = [
@@ -66,7 +66,7 @@ class QuestionPeaksSelector(Selector):
 
 
 class OrderSelector(Selector):
-    """The publisher's order: without a question, tokens can be recomputed while the rest is still loading."""
+    """Selects tokens in the publisher's order. It needs no question, so it can start while groups are still loading."""
 
     needs = frozenset({"order"})
 
@@ -94,9 +94,9 @@ def selectors() -> Registered[Selector]:
 
 @cache
 def load_selector(text: str) -> Callable[[], Selector]:
-    """Return a factory of selectors; ``NAME`` or ``FILE.py:CLASS``, as `kvabr.abr.plugins.load_policy`.
+    """Return a factory of selectors for ``NAME`` or ``FILE.py:CLASS``, like `kvabr.abr.plugins.load_policy`.
 
     Raises:
-        PolicyError: unknown selector, or its file cannot be loaded; the message names file and line.
+        PolicyError: the selector is unknown, or its file cannot be loaded; the message names file and line.
     """
     return load_plugin(text, Selector, selectors(), "selector", "selectors")  # type: ignore[type-abstract]

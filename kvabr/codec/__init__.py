@@ -1,4 +1,4 @@
-"""KV groups to bytes and back: one file per family, codecs by name, and one framed container.
+"""Codecs: KV groups to bytes and back, one file per codec family, and the frame around every group.
 
-Codecs handle tensors and bytes, never names, time or networks.
+Codecs handle tensors and bytes only: no names, clocks or networks.
 """

@@ -1,32 +1,31 @@
 """The AC tracks: transformed (`kvabr.codec.transform`), quantised, and entropy coded with the profile's tables.
 
-AC-L0 is a self-contained base. AC-L1 to AC-L3 each refine the layer before with a third of its step, and code only the
-choices that the index below leaves open, so a base and its enhancements are as large as the finest quantiser alone.
-AC-5x, the draft's level, is a single self-contained layer. A payload is:
+AC-L0 is a self-contained base. AC-L1 to AC-L3 each refine the previous layer with a third of its step. Each codes only
+the choices that the index below leaves open, so a base with its enhancements is as large as a payload of the finest
+quantiser alone. AC-5x, the draft's level, is a single self-contained layer. A payload is:
 
     listed 4 | offsets 4 ... | scales | codes | far tokens | biases | coded
 
-Some tokens are stored separately from the coded ones. Sinks, the first tokens of a prompt, are stored in every
-self-contained payload without being listed. Listed are further sinks, the last tokens of a prompt
-(`kvabr.codec.base.GroupContext.finer`), and, with the highest bit of their offset set, far tokens with coefficients
-beyond a decoder's integers. An enhancement lists the far tokens that its finer step adds.
+Some tokens are stored separately instead of being coded. Every self-contained payload stores the sinks, the first
+tokens of a prompt, without listing them. It lists outliers, the last tokens of a prompt
+(`kvabr.codec.base.GroupContext.finer`), and far tokens, which have coefficients beyond a decoder's integers; these have
+the highest bit of their offset set. An enhancement lists the far tokens that its finer step adds.
 
 A payload with references begins with them (`kvabr.codec.referring`). If the coded part is cut into streams
-(`kvabr.codec.native.streams`), the number 0xFFFFFFFB precedes all else.
+(`kvabr.codec.native.streams`), the payload begins with the number 0xFFFFFFFB.
 
-    scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
-    codes:  [token, layer, K/V, head, dim], in units of the scale, see `kvabr.codec.stored`
-    far:    FP16, [token, layer, K/V, head, dim]
-    biases: size 4 | see `kvabr.codec.bias`; only if the highest bit of `listed` is set
+    scales: FP16, [token, layer, K/V], for all stored tokens that are not far, in order codes:  [token, layer, K/V,
+    head, dim], in units of the scale, see `kvabr.codec.stored` far:    FP16, [token, layer, K/V, head, dim] biases:
+    size 4 | see `kvabr.codec.bias`; only if the highest bit of `listed` is set
 
-The biases of the last layer in a chain apply. AC-L0 has the coarse parts of codes; AC-L1 and AC-L2 add fine ones after
-the list: number of tokens 4 | fine. AC-5x has the coarse parts and those of both layers in sequence. The number
-0xFFFFFFFA precedes all else of a payload with parts. In small groups a code is a byte, in units of the scale, and
-layers add none.
+The biases of the last layer in a chain apply. AC-L0 has the coarse parts of codes. AC-L1 and AC-L2 add fine parts after
+the list: number of tokens 4 | fine. AC-5x has the coarse parts, followed by the fine parts of both layers. A payload
+with such parts begins with the number 0xFFFFFFFA. In small groups a code is one byte, in units of the scale, and layers
+add no fine parts.
 
 For a state, columns take the place of tokens (`kvabr.codec.columns`). Unusual groups have other payloads
-(`kvabr.codec.unusual`): every finite cache is accepted, and no payload, with those below it, exceeds the FP16 group by
-more than a hundredth.
+(`kvabr.codec.unusual`). Every finite cache is accepted, and a payload plus those below it is at most 1 % larger than
+the group in FP16.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ _MAX_INDEX = 32767 - RATIO ** len(LAYERS)
 
 
 _Part = tuple[str, bytes, int]
-"""Track, separately stored tokens, and identity of the references."""
+"""Track, mask of the separately stored tokens as bytes, and `id` of the references."""
 
 
 class Ac(Codec):
@@ -164,7 +163,7 @@ class Ac(Codec):
     def job(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> tuple[DecodeJob, list[ParsedPayload]] | None:
-        """Return the coder's job for `decode` and the tokens to place; None for states and other codecs."""
+        """Return the coder's job for `decode` and the tokens to place; None for a state or another codec's payload."""
         profile = _profile(context, self.name)
         profile.depth(self.name)
         chain = _read_chain(self.name, (*below, payload))
@@ -172,7 +171,7 @@ class Ac(Codec):
         return None if unlike else _decoding(profile, context, chain, out)
 
     def outliers(self, payload: memoryview, context: GroupContext) -> int:
-        """Return the number of separately stored tokens without sinks; all tokens if another codec encoded them."""
+        """Return the number of separately stored tokens, not counting sinks; all tokens for another codec's payload."""
         profile, context = _profile(context, self.name), _coded(context)
         if payload == NOTHING:
             return 0
@@ -196,7 +195,7 @@ class _Made:
     index: NDArray[np.int16] | None
     references: References | None
     near: NearTokens | None
-    """Tokens of a base that the layers above refine."""
+    """Stored tokens of a base, for the layers above to refine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +208,7 @@ class _Work:
     chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
     coded: dict[_Part, bytes | Exception] = field(default_factory=dict)
     plans: dict[str, tuple[bytes, _Plan]] = field(default_factory=dict)
-    """By depth: plan and payload below."""
+    """Plan by depth, with the payload below."""
     sums: dict[_Part, NDArray[np.int64]] = field(default_factory=dict)
 
     @property
@@ -224,7 +223,7 @@ class _Work:
         return self.chosen[key]
 
     def coded_rows(self, track: str, outliers: NDArray[np.bool_], references: References | None) -> bytes:
-        """Quantise and code all tokens but outliers; raise `FormatError` if indices do not fit the coder."""
+        """Quantise and code all tokens except outliers; raise `FormatError` if indices do not fit the coder."""
         part = track, outliers.tobytes(), id(references)
         if part not in self.coded:
             _code(track, [(self, outliers, references)])
@@ -265,7 +264,7 @@ def _add_up(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_]]]) -> No
 
 
 def _prepare(track: str, profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:
-    """Encode ordinary groups on a GPU together."""
+    """Encode several ordinary groups on a GPU in one batch."""
     refines, works = track_below(track), _works(profile, groups)
     planned = []
     for work, (_, context) in zip(works, groups, strict=True):
@@ -335,7 +334,10 @@ def _remember(context: GroupContext, work: _Work) -> None:
 
 
 def _base(track: str, work: _Work, context: GroupContext, limit_bytes: int) -> bytes | None:
-    """Return a self-contained payload without layers beyond ``limit_bytes``; None if indices do not fit the coder."""
+    """Return a self-contained payload, or None if indices do not fit the coder.
+
+    Only a payload within ``limit_bytes`` may contain the layers above it.
+    """
     if context.spec.only.kind == "state":
         return _layer(track, work, _coded(context), [])
     outlying = work.coefficients.outlying
@@ -355,7 +357,7 @@ def _base(track: str, work: _Work, context: GroupContext, limit_bytes: int) -> b
 
 
 def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> bytes | None:
-    """Return an ordinary payload of one depth, or None if indices do not fit the coder.
+    """Return the ordinary payload of one depth, or None if indices do not fit the coder.
 
     ``context`` describes the group as coded; ``below`` are ordinary payloads, base first.
     """
@@ -390,11 +392,11 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
 
 class _Plan(NamedTuple):
     far: NDArray[np.bool_]
-    """[token]: True if outside the range of a decoder's integers."""
+    """[token]: True if a coefficient exceeds a decoder's integers."""
     below_outliers: NDArray[np.bool_]
     new: NDArray[np.bool_]
     lower: NDArray[np.int16] | None
-    """Indices one depth below; None if there are none, or they are `_Work.indices`."""
+    """Indices at the depth below; None at the base, or if `_Work.indices` computes them."""
     references: References | None
     perhaps_without: bool
     from_rows: bool
@@ -409,7 +411,7 @@ def _plan(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]
     depth = profile.depth(track)
     far = (work.coefficients.reach > depth.step).numpy()
     if track == LAYERS[0]:
-        # The layers above code multiples of this index in 16 bits, even for stored tokens.
+        # Layers above code multiples of this index as 16-bit integers, even for stored tokens.
         finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
         far |= (work.coefficients.largest > _MAX_INDEX * finest).numpy()
     lower, below_outliers, references = _lower(refines, context, work, below)
@@ -523,7 +525,7 @@ def _sinks(profile: ClassProfile, context: GroupContext) -> int:
 _COUNT = struct.Struct("<I")
 _FP16_FLAG = 1 << 31
 _HAS_BIASES = 1 << 31
-"""A bit of the number of listed tokens, which stays below the markers of `kvabr.codec.unusual`."""
+"""Flag in the number of listed tokens. That number stays below the markers of `kvabr.codec.unusual`."""
 STREAMED = _COUNT.pack(0xFFFFFFFB)
 PARTED = _COUNT.pack(0xFFFFFFFA)
 
@@ -537,11 +539,11 @@ def _is_streamed(payload: memoryview) -> bool:
 
 
 class NearTokens(NamedTuple):
-    """Stored tokens within the range of a decoder's integers, in the precision so far (`kvabr.codec.stored`)."""
+    """Stored tokens that are not far, with the precision decoded so far (`kvabr.codec.stored`)."""
 
     tokens: NDArray[np.int64]
     which: torch.Tensor
-    """[stored token]: True for these."""
+    """[stored token]: True for tokens in this tuple."""
     scale: torch.Tensor
     coarse: Codes
     """[token, layer, K/V, head, dim]."""
@@ -565,14 +567,14 @@ class ParsedPayload:
     coded: memoryview
     references: References | None = None
     biases: NDArray[np.int16] | None = None
-    """See `kvabr.codec.bias`; None: none."""
+    """Biases of values (`kvabr.codec.bias`), or None."""
     near: NearTokens | None = None
-    """In a base: stored tokens within the range of a decoder's integers, if any."""
+    """Stored tokens of a base that are not far, or None."""
     fine: memoryview | None = None
-    """In a layer: their further precision."""
+    """Fine parts that a layer adds to the stored tokens below."""
 
     def finer(self, fine: memoryview, layer: int) -> ParsedPayload:
-        """Return a base's payload with the further precision of a layer; raise `FormatError` if they do not fit."""
+        """Return a base's payload with the fine parts of a layer added; raise `FormatError` if they do not fit."""
         if self.near is None or len(self.near.fine) != layer - 1:
             raise FormatError(f"{LAYERS[layer]}: adds to numbers that are not below; the payload is corrupt")
         near, values = self.near, self.values.clone()
@@ -581,7 +583,7 @@ class ParsedPayload:
         return replace(self, values=values, near=near)
 
     def place(self, out: torch.Tensor, context: GroupContext) -> None:
-        """Write the stored tokens into a group, rotating position-free keys."""
+        """Write the stored tokens into a group; rotate position-free keys."""
         if len(self.tokens):
             # Indexed assignment neither casts nor copies between devices.
             values = self.stored(context, out.dtype, out.device)
@@ -617,7 +619,8 @@ def join_payload(
 ) -> tuple[bytes, NearTokens | None]:
     """Build a payload; also return the stored tokens that layers above may refine.
 
-    ``tokens`` are ascending stored offsets; the first ``sinks`` are never ``far``. A layer refines ``base``.
+    ``tokens`` are the offsets of stored tokens, ascending; the first ``sinks`` are never ``far``. ``base`` has the
+    stored tokens that a layer refines.
     """
     listed = (tokens + np.where(far, _FP16_FLAG, 0))[sinks:].astype("<u4")
     biased = biases is not None and bool(biases.any())
@@ -705,7 +708,7 @@ def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, 
 
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> ParsedPayload:
-    """Parse an untrusted payload of a group with ``sinks`` unlisted stored tokens."""
+    """Parse an untrusted payload of a group that stores ``sinks`` tokens without listing them."""
     reader, references, listed, tokens, far, biased, streamed, parted = _split_head(payload, context, sinks, what)
     layers, halves, heads, _, dim = context.spec.shape(1)
     values = torch.empty((len(tokens), layers, halves, heads, dim))

@@ -1,16 +1,17 @@
 """Int8 and Int4: asymmetric integers, keys per channel over the group's tokens, values per token (KIVI).
 
-Some key channels are far larger than the rest at every token, so each has its own scale for a group. Values have no
-such channels, but tokens differ. A value scale serves at least 128 channels: several heads of one token, or several
-neighbouring tokens. Two half-precision numbers then cost at most a quarter of a bit per element.
+Some key channels are far larger than others at every token, so each channel has one scale for the whole group. Values
+have no such channels, but their range differs between tokens. A value scale covers at least 128 channels: several heads
+of one token, or several neighbouring tokens. Its two half-precision numbers then cost at most a quarter of a bit per
+element.
 
     head: offsets, then scales, of the keys as FP16, each [layer, head, dim]
     unit: offsets, then scales, of the values as FP16, each [layer, block of heads] | codes, [layer, K/V, token, head,
         dim]
 
-A unit holds the tokens that share value scales. With 4 bits, a byte holds the codes of a key (low half) and of the
-value in the same place (`kvabr.codec.payload.join_codes`). A single vector per token is coded as a key, a row of a
-state as a value.
+A unit holds the tokens that share value scales. With 4 bits, a byte holds the code of a key element in its low half and
+the code of the value element at the same index in its high half (`kvabr.codec.payload.join_codes`). A single vector per
+token is coded as a key, and a row of a state as a value.
 """
 
 from __future__ import annotations

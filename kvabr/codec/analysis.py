@@ -1,8 +1,8 @@
 """The encoder's side of the transform: from a group to rows of coefficients.
 
-A group has the same coefficients, to the bit, on every processor and with any number of threads, so that publishers'
-digests are equal. Matrix products are exact (`kvabr.codec.inverse`); all else is per element, a maximum, or a sum in a
-fixed order.
+A group has bit-identical coefficients on every processor and with any number of threads, so that publishers' digests
+are equal. Matrix products are exact (`kvabr.codec.inverse`). All other operations are per element, a maximum, or a sum
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ except ImportError:
     _kvanalysis = None
 
 _MAX_ELEMENT = 8191
-"""Largest element over norm and step: 32 bits hold all sums (2**31 over `ONE` and `FINE`)."""
+"""Largest element, divided by norm and step, for which all sums fit 32 bits (2**31 over `ONE` and `FINE`)."""
 _TOKENS_PER_QUIET = 64
-"""At most one token in this many, plus one, is stored separately as quiet, or as an outstanding column of a state."""
+"""Divisor: at most one in this many tokens, plus one, is stored separately for being quiet; likewise for columns of a
+state.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """An encoder's use of a transform."""
+    """The encoder's direction of a transform."""
 
     transform: Transform
 
@@ -50,7 +52,7 @@ class Analysis:
         return self.transform.structure
 
     def prepare(self) -> None:
-        """Invert the matrices now; takes seconds."""
+        """Invert the matrices now, which takes seconds."""
         _ = self._native
 
     @cached_property
@@ -69,9 +71,10 @@ class Analysis:
 
     @cached_property
     def _limits(self) -> NDArray[np.float32]:
-        """[3, 1]: limits of elements over the norm, of stacks' components, and of decodable rows, in steps.
+        """[3, 1]: limits, in steps, of elements over the norm, of components of stacks, and of decodable rows.
 
-        The first two allow for rounding by up to a step; a rounded index may be half a step above a row.
+        The first two leave a margin for rounding errors of up to a step. A rounded index may exceed its row by half a
+        step.
         """
         components = max((_gain(each) for each in self.transform.stack if each.gain.size), default=1.0)
         elements = components * (1.0 if self.transform.block is None else _gain(self.transform.block))
@@ -81,7 +84,7 @@ class Analysis:
     def analyse(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
         """Transform a group [layer, K/V, head, token, dim] of finite floats, any dtype and strides.
 
-        Keys are rotated from ``first_token`` on; None: not rotated.
+        ``first_token`` is the position of the first token, to undo the rotation of keys; None if they are not rotated.
         """
         check_cache(self.transform, group)
         if gpu.runs_on(group.device):
@@ -89,7 +92,7 @@ class Analysis:
         return self._analyse_natively(group.detach().cpu(), first_token)
 
     def centred(self, bare: torch.Tensor) -> torch.Tensor:
-        """Subtract the mean and arrange elements in blocks, [block, channel, token] float32.
+        """Return the group less its mean, arranged in blocks, [block, channel, token] float32.
 
         ``bare`` is [layer, K/V, head, token, dim] float32, keys without rotary embedding; overwritten.
         """
@@ -97,7 +100,7 @@ class Analysis:
         return bare.transpose(3, 4).reshape(self.structure.blocks, self.structure.width, bare.shape[3])
 
     def key_power(self, channels: torch.Tensor) -> torch.Tensor:
-        """Return the squared distance of keys from their mean, [layer, token] float32, from the output of `centred`."""
+        """Return the squared distance of keys from their mean, [layer, token] float32, from the result of `centred`."""
         return self._power(channels, 0)
 
     def value_power(self, channels: torch.Tensor) -> torch.Tensor:
@@ -108,17 +111,17 @@ class Analysis:
         structure = self.structure
         elements = channels.reshape(structure.coded.layers, structure.halves, -1, channels.shape[2])[:, kind]
         power = torch.zeros(elements.shape[::2])
-        for element in elements.unbind(1):  # in order: a library's own sum depends on the processor
+        for element in elements.unbind(1):  # in order: the result of a library's sum depends on the processor
             power += element * element
         return power
 
     def outlying(self, channels: torch.Tensor) -> torch.Tensor:
-        """Return the tokens to store separately, [token] bool, from the output of `centred`."""
+        """Return a mask of the tokens to store separately, [token] bool, given the result of `centred`."""
         values = None if self.transform.quiet is None else self.value_power(channels)
         return self._outlying(self.key_power(channels), values)
 
     def _outlying(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-        """Return all loud tokens and the quietest ones; powers are [layer, token]."""
+        """Return a mask of all loud tokens and the quietest tokens, given powers of keys and values, [layer, token]."""
         loudness = (np.sqrt(keys.numpy()) / self.transform.spread[:, None]).max(axis=0)
         state = self.structure.spec.only.kind == "state"
         out = _beyond(loudness, self.transform.threshold) if state else loudness > np.float32(self.transform.threshold)
@@ -153,7 +156,7 @@ class Analysis:
         return tuple(made)
 
     def analyse_run(self, groups: Sequence[torch.Tensor], first_token: int | None) -> list[Coefficients]:
-        """Return `analyse` of consecutive groups on their device; rows stay there."""
+        """Return the results of `analyse` for consecutive groups; rows stay on the groups' device."""
         for group in groups:
             check_cache(self.transform, group)
         whole = groups[0] if len(groups) == 1 else torch.cat(list(groups), dim=3)
@@ -168,7 +171,7 @@ class Analysis:
         return made
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
-        """Run stacks in parallel, on as many threads as torch or `encoding_on` allow, without the GIL."""
+        """Transform stacks in parallel without the GIL, on as many threads as torch or `encoding_on` allow."""
         structure, tokens, path = self.structure, group.shape[3], coder.active_path()
         if group.dtype not in DTYPES:
             group = group.float()
@@ -199,7 +202,7 @@ def _arrays(inverse: Inverse) -> tuple[NDArray[Any], ...]:
 
 
 def quietness(power: NDArray[np.float32], usual: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the mean over layers of each token's distance from the mean value, in units of the usual one.
+    """Return each token's distance from the mean value, relative to the usual distance, averaged over layers.
 
     ``power`` has squared distances, [layer, token]; ``usual`` is [layer].
     """

@@ -1,4 +1,4 @@
-"""The contract of a codec, and the codecs by name; loads no torch.
+"""The interface of a codec, and the registry of codecs by name. Does not import torch.
 
 Codecs are built in (`kvabr.codec.builtin`), installed (entry points ``kvabr.codecs``), or registered by a program.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """Properties of a group."""
+    """Parameters of a group that codecs need."""
 
     spec: KVSpec
     first_token: int
@@ -34,15 +34,15 @@ class GroupContext:
     """`KVSpec.group_tokens`, or fewer in the last group."""
     profile: Profile | None = None
     free: bool = False
-    """Position-free, as in passages (`kvabr.types.passage`): encoded keys are not rotated, and no token is a sink. The
-    class must have a `LayerClass.rope`.
+    """True for position-free groups, as in passages (`kvabr.types.passage`): encoded keys are not rotated, and no token
+    is a sink. The class must have a `LayerClass.rope`.
     """
     at: int | None = None
-    """Decoding a position-free group: position of its first token for rotating keys; None: unrotated."""
+    """For decoding a position-free group: position of its first token, for rotating keys. None: keys stay unrotated."""
     finer: int = 0
-    """Encoding: number of last tokens to store finer, since the continuation attends most to them."""
+    """For encoding: number of last tokens to store with higher precision, as the continuation attends most to them."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
-    """Encoding: results shared by the tracks of one group. Pass one dict per group."""
+    """For encoding: cache of results that the tracks of one group share. Pass one dict per group."""
 
 
 class Codec(ABC):
@@ -50,17 +50,19 @@ class Codec(ABC):
 
     name: str
     refines: str | None = None
-    """The track to decode first; None if self-contained."""
+    """The track to decode first; None if this track is self-contained."""
     needs_profile: ClassVar[bool] = False
     rotates: ClassVar[bool] = False
     """True if `decode` rotates position-free keys; otherwise `kvabr.codec.group.decode_payload` does."""
     has_kernel: ClassVar[bool] = False
-    """True if `kvabr.codec.gpu` expands its payloads. Not inherited."""
+    """True if kernels in `kvabr.codec.gpu` expand its payloads. Subclasses do not inherit it."""
     takes_codes: ClassVar[bool] = False
-    """True if `encode` and `decode` take float8 codes; otherwise they take numbers (`kvabr.codec.quantised`)."""
+    """True if `encode` and `decode` accept float8 codes; otherwise the codes are converted first
+    (`kvabr.codec.quantised`).
+    """
 
     def layout(self, spec: KVSpec, tokens: int) -> PayloadLayout | None:
-        """Return the layout of a payload of ``tokens`` tokens; None if it cannot be cut by tokens.
+        """Return the layout of a payload of ``tokens`` tokens, or None if the payload cannot be cut by tokens.
 
         Token-separable plug-ins override this; subclasses of built-in codecs inherit it.
         """
@@ -75,13 +77,13 @@ class Codec(ABC):
         return 0
 
     def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
-        """Return the largest magnitude kept within this codec's loss; `encode` would clip beyond it."""
+        """Return the largest magnitude that this codec keeps within its loss; `encode` clips larger numbers."""
         return FP16_MAX
 
     def prepare(self, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:  # noqa: B027  # few can
-        """Prepare groups on a GPU for `encode`, storing results in their memos; payloads do not change.
+        """Prepare groups on a GPU for `encode`, and store the results in their memos; payloads do not change.
 
-        Tracks below must be encoded.
+        Encode the tracks below first.
         """
 
     @abstractmethod
@@ -96,10 +98,10 @@ class Codec(ABC):
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> None:
-        """Decompress a result of `encode`, untrusted, into ``out``; arguments as there.
+        """Decompress an untrusted result of `encode` into ``out``; other arguments are as for `encode`.
 
-        ``out`` is [layer, K/V, head, token, dim], any float dtype, any strides; partly written on error. Raise
-        `FormatError` if this codec did not write the payload for this context.
+        ``out`` is [layer, K/V, head, token, dim], any float dtype, any strides; an error may leave it partly written.
+        Raise `FormatError` if this codec did not write the payload for this context.
         """
 
 
@@ -107,13 +109,13 @@ _registered: dict[str, Codec] = {}
 
 
 def register(added: Codec) -> None:
-    """Register a codec under its name, replacing any other."""
+    """Register a codec under its name; replace any codec of that name."""
     check_track_name(added.name)
     _registered[added.name] = added
 
 
 def codec(name: str) -> Codec:
-    """Return a track's codec; raise `FormatError` with the known names, or a plug-in's error."""
+    """Return a track's codec; raise `FormatError` with the known names if there is none, or its plug-in's error."""
     if (found := _registered.get(name)) is not None:
         return found
     if name in BUILTIN:
@@ -126,14 +128,14 @@ def codec(name: str) -> Codec:
 
 
 def names() -> tuple[str, ...]:
-    """Return all codec names: the draft's levels in its order, layers (base first), others."""
+    """Return all codec names: the draft's levels in the draft's order, then layers (base first), then others."""
     return tuple(dict.fromkeys((*BUILTIN, *_registered, *_plugins())))
 
 
 def payload_layout(track: str, spec: KVSpec, tokens: int) -> PayloadLayout | None:
     """Return a track's payload layout without loading torch for built-in codecs.
 
-    None for unknown codecs and if the payload cannot be cut by tokens.
+    Return None for unknown codecs, and if the payload cannot be cut by tokens.
     """
     if track in BUILTIN and track not in _registered:
         made = BUILTIN[track].layout

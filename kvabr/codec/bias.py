@@ -1,17 +1,18 @@
-"""Biases of values: the mean rounding error of a group's tokens.
+"""Biases: the mean rounding errors of a group's values.
 
-A model averages values over many tokens, so independent errors cancel. Coarse steps cause common ones: a row of zeros
-loses its mean, and a dead zone pulls towards zero. So the two coarsest layers store the common error of each row of
-values, in sixteenths or eighths of the step, and a decoder adds it to the channels' means. Keys do not need it.
+A model averages values over many tokens, so independent errors cancel. Coarse steps cause errors that all tokens share:
+a row of zeros loses its mean, and a dead zone pulls towards zero. So the two coarsest layers store the mean error of
+each row of values, in sixteenths or eighths of the step, and a decoder adds it to the channels' means. Keys need no
+biases.
 
-Nonzero numbers are coded by their distances (Rice, 1979) and values:
+Biases are coded as the values of the nonzero ones and the distances between these (Rice, 1979):
 
     number of them 4 | low bits L 1 | bits, highest first, the last byte filled up with zeros
 
-    bits: of each, the skipped rows, without the lowest L bits, as that many ones and a zero; of each, 0 for -1, 1
-        for 1, 2 for -2 and so on, as that many ones and a zero; of each, the lowest L bits of the skipped rows
+    bits: for each number, its skipped rows without the lowest L bits, in unary (n ones and a zero); for each, its value
+        in unary, as 0 for -1, 1 for 1, 2 for -2 and so on; for each, the lowest L bits of its skipped rows
 
-The numbers are sums of integers over tokens, and so equal on every machine.
+Biases are computed from sums of integers over tokens, so they are equal on every machine.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ if TYPE_CHECKING:
 UNITS = {LAYERS[0]: 1, LAYERS[1]: 2}
 """Tracks with biases, and their units in sixteenths of the step."""
 _ROUNDING_TENTHS = 3
-"""Tenths added before rounding down: rounding to nearest costs a third more bits at equal loss."""
+"""Tenths to add before rounding down. Rounding to nearest would cost a third more bits for the same loss."""
 MIN_TOKENS = 64
-"""With fewer tokens, biases cost more than they save."""
+"""Minimum tokens of a group with biases; in smaller groups they cost more than they save."""
 _MAX_VALUE = 127
 _HEAD = struct.Struct("<IB")
 _MAX_LOW = 16
 
 
 def value_rows(structure: Structure) -> NDArray[np.intp]:
-    """Return the rows of values, ascending; none if keys and values are coded together."""
+    """Return the rows of values, ascending; empty if keys and values are coded together."""
 
     def make() -> NDArray[np.intp]:
         if structure.halves != 2 or structure.spec.only.kind == "state":  # keys and values
@@ -63,9 +64,9 @@ def value_rows(structure: Structure) -> NDArray[np.intp]:
 def error_sums(
     structure: Structure, depth: Depth, groups: Sequence[tuple[torch.Tensor, NDArray[np.bool_]]]
 ) -> list[NDArray[np.int64]]:
-    """Return the rounding errors in the rows of values of groups, see `kvabr.codec.coefficients.error_sums`.
+    """Return each group's summed rounding errors in the rows of values; see `kvabr.codec.coefficients.error_sums`.
 
-    ``groups`` has coefficients, [row, token] float32, and coded tokens.
+    ``groups`` has coefficients, [row, token] float32, and masks of coded tokens.
     """
     which = value_rows(structure)
     gains = np.ones(len(which), np.float32)
@@ -76,9 +77,9 @@ def error_sums(
 
 
 def biases(sums: NDArray[np.int64], tokens: int, unit: int) -> NDArray[np.int16]:
-    """Return the mean error of each row of values, within 127; zeros for fewer than `MIN_TOKENS` tokens.
+    """Return the mean error of each row of values, clamped to 127; zeros for fewer than `MIN_TOKENS` tokens.
 
-    ``sums`` is from `error_sums`; ``unit`` is in sixteenths of the step.
+    ``sums`` is from `error_sums`; ``unit`` is the unit of the result in sixteenths of the step.
     """
     if tokens < MIN_TOKENS:
         return np.zeros(len(sums), np.int16)
@@ -89,12 +90,12 @@ def biases(sums: NDArray[np.int64], tokens: int, unit: int) -> NDArray[np.int16]
 
 
 def join_biases(numbers: NDArray[np.int16]) -> bytes:
-    """Code the output of `biases`."""
+    """Code the biases that `biases` returns."""
     at = np.flatnonzero(numbers)
     skipped = np.diff(at, prepend=-1) - 1
     value = numbers[at].astype(np.int64)
     value = np.where(value < 0, -2 * value - 2, 2 * value - 1)
-    # Low bits that halve the mean distance about once too often (Golomb's rule for geometric distances).
+    # Golomb's rule for geometric distances: low bits that halve the mean distance about once too often.
     low = min(_MAX_LOW, max(0, int(np.log2(max(1.0, 0.7 * float(skipped.mean())))))) if len(at) else 0
     unary = np.concatenate([skipped >> low, value])
     ends = np.cumsum(unary + 1) - 1
@@ -107,7 +108,7 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
 
 
 def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
-    """Decode untrusted bytes to ``count`` numbers; raise `FormatError`."""
+    """Decode untrusted bytes to ``count`` numbers; raise `FormatError` if malformed."""
     bad = FormatError(f"{what}: the biases of {count} rows of values are corrupt")
     if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MAX_VALUE + 1):
         raise bad
@@ -132,6 +133,6 @@ def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
 
 
 def shift_of(structure: Structure, numbers: NDArray[np.int16], unit: int) -> Shift:
-    """Return the shift of the channels' means by biases, in ``unit`` sixteenths of a step."""
+    """Return the shift of the channels' means by biases, given in units of ``unit`` sixteenths of a step."""
     at = np.flatnonzero(numbers)
     return Shift(value_rows(structure)[at], (unit * numbers[at]).astype(np.int16))

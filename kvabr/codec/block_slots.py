@@ -1,4 +1,4 @@
-"""Places of a group's tokens in an engine's memory: blocks of a paged cache, or one tensor."""
+"""Where a group's tokens go in an engine's memory: blocks of a paged cache, or one tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvabr.types.kv import FP16_MAX
 
 
 class Place(Protocol):
-    """The place of one group, see `kvabr.codec.paged`."""
+    """Destination memory of one group, see `kvabr.codec.paged`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -28,21 +28,21 @@ class Place(Protocol):
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The place as one tensor [layer, K/V, head, token, dim]; None if it consists of several."""
+        """The memory as one tensor [layer, K/V, head, token, dim]; None if it consists of several."""
 
     @property
     def direct(self) -> BlockSlots | None:
-        """The place as slots that kernels can write; None if they cannot."""
+        """The memory as slots for kernels to write; None if they cannot."""
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return True for the shape, [layer, K/V, head, token, dim], of a group here."""
+        """Return True if a group of this shape, [layer, K/V, head, token, dim], fits."""
 
     def write(self, group: torch.Tensor) -> None:
-        """Copy a decoded group of `dtype` on `device` to its place."""
+        """Copy a decoded group of `dtype` on `device` to this memory."""
 
 
 class CacheTensor:
-    """A tensor, [layer, K/V, head, token, dim] of any strides, with places for groups."""
+    """A tensor, [layer, K/V, head, token, dim] of any strides, to hold several groups."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -57,7 +57,7 @@ class CacheTensor:
         return BlockLayers([[half[None] for half in layer.unbind()] for layer in self.tensor.unbind()])
 
     def place(self, first: int, tokens: int) -> TensorPlace:
-        """Return the place of the tokens from ``first`` on."""
+        """Return the place of ``tokens`` tokens from ``first`` on."""
         return TensorPlace(self.tensor[:, :, :, first : first + tokens], self, first)
 
 
@@ -91,7 +91,7 @@ class TensorPlace:
 
 
 class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it keeps what it computes
-    """Checked layers of a paged cache, each with keys and values, or one vector per token.
+    """Layers of a paged cache, checked on creation, each with keys and values or one vector per token.
 
     Views are [block, head, token, dim] of any strides.
     """
@@ -105,34 +105,36 @@ class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it 
 
     @classmethod
     def uniform(cls, layers: Iterable[tuple[torch.Tensor, ...]]) -> Self:
-        """Return layers of views that differ only in their address."""
+        """Return layers of views that differ only in their addresses."""
         made = super().__new__(cls, layers)
         made.__dict__["alike"] = True
         return made
 
     @cached_property
     def addresses(self) -> NDArray[np.int64]:
-        """[layer, K/V], flattened: byte addresses."""
+        """Byte addresses, [layer, K/V] flattened."""
         return np.array([view.data_ptr() for layer in self for view in layer], np.int64)
 
     @cached_property
     def alike(self) -> bool:
-        """True if all views have the same strides, as kernels need."""
+        """True if all views have the same strides, which kernels require."""
         return len({view.stride() for layer in self for view in layer}) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSlots:
-    """A paged cache with the places of a group's tokens; a `Place`.
+    """The slots of a group's tokens in a paged cache; a `Place`.
 
     All views have the same shape, dtype and device. vLLM's layouts [2, block, token, head, dim], [block, 2, token,
-    head, dim], [block, head, token, 2 dim] and separate tensors are equal here, once permuted. A tensor, or the layers
-    of a `DynamicCache`, are one block.
+    head, dim], [block, head, token, 2 dim] and separate tensors differ only in strides once permuted. A tensor, or the
+    layers of a `DynamicCache`, count as one block.
     """
 
     layers: Sequence[Sequence[torch.Tensor]]
     slots: NDArray[np.int64]
-    """[token]: block times tokens per block, plus the place in the block; negative: not written. Others are unique."""
+    """Slot of each token, [token]: block number * tokens per block + index in the block. Negative: token is not
+    written. All others are unique.
+    """
 
     def __post_init__(self) -> None:
         layers = self.layers if isinstance(self.layers, BlockLayers) else BlockLayers(self.layers)
@@ -161,11 +163,11 @@ class BlockSlots:
 
     @property
     def whole(self) -> None:
-        """None, as it is not one tensor."""
+        """None: blocks are not one tensor."""
 
     @property
     def direct(self) -> BlockSlots | None:
-        """These slots if all layers have the same strides, as kernels need; else None."""
+        """These slots if all layers have the same strides, which kernels require; else None."""
         return self if self.checked.alike else None
 
     @property
@@ -176,7 +178,7 @@ class BlockSlots:
 
     @classmethod
     def of_blocks(cls, layers: Sequence[Sequence[torch.Tensor]], numbers: Sequence[int]) -> BlockSlots:
-        """Return the slots of all tokens in some blocks, in order."""
+        """Return the slots of all tokens in the given blocks, in order."""
         layers = layers if isinstance(layers, BlockLayers) else BlockLayers(layers)
         size = layers[0][0].shape[2]
         return cls(layers, (np.asarray(numbers, np.int64)[:, None] * size + np.arange(size)).reshape(-1))
@@ -188,8 +190,8 @@ class BlockSlots:
     def write(self, group: torch.Tensor, tokens: NDArray[np.int64] | None = None) -> None:
         """Copy a group, [layer, K/V, head, token, dim], or some of its tokens, with torch (slowly).
 
-        ``group`` has any float dtype and device, and is clamped in FP16 blocks; ``tokens`` are its tokens' offsets in
-        the group (None: all). Raise `FormatError` for another shape.
+        ``group`` may have any float dtype and device; FP16 blocks clamp it. ``tokens`` are the offsets of the tokens to
+        copy (None: all). Raise `FormatError` for another shape.
         """
         if tokens is None:
             self._check(group.shape)
@@ -199,7 +201,7 @@ class BlockSlots:
         if not len(used):
             return
         group = _cast(group.to(device), self.dtype)
-        # Float8 is moved as bytes: torch cannot index that type.
+        # Move float8 as bytes: torch cannot index that type.
         codes = group.dtype.itemsize == 1
         blocks = _whole_blocks(slots, used, size)
         if blocks is not None:
@@ -217,7 +219,7 @@ class BlockSlots:
             view[block, :, place] = part.transpose(0, 1)
 
     def read(self, out: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Copy the tokens, all with slots, to one tensor, or one per layer, of any float dtype.
+        """Copy the tokens to one tensor, or one per layer, of any float dtype; every token must have a slot.
 
         The shape is [layer, K/V, head, token, dim]. Raise `FormatError` for another shape.
         """
@@ -248,7 +250,7 @@ class BlockSlots:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast, clamped to FP16's range, since one infinity ruins all attention."""
+    """Cast, and clamp to FP16's range."""
     if values.dtype is dtype or values.dtype.itemsize == 1:
         return values
     converted = values.to(dtype)

@@ -1,9 +1,9 @@
-"""The built-in codecs: implementations and payload layouts; loads no torch.
+"""The built-in codecs and their payload layouts. Does not import torch.
 
-A token-separable payload is a head, shared by all tokens of the group, followed by units of one token, or of the few
-that share scales. All units are equally large, except that the last may hold fewer tokens. A run of tokens decodes from
-the head and its own units. To add a codec, write its file and add a line to `BUILTIN`; plug-ins override
-`kvabr.codec.base.Codec.layout`.
+A token-separable payload is a head, shared by all tokens of the group, followed by units. A unit holds one token, or a
+few tokens that share scales. All units have the same size, except that the last may hold fewer tokens. Decoding a run
+of tokens takes only the head and the run's units. To add a codec, write its file and add a line to `BUILTIN`; plug-ins
+override `kvabr.codec.base.Codec.layout`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 
 BLOCK = 32
-"""Elements per scale in FP4: tokens of a key channel, or channels of a token's values."""
+"""Elements that share a scale in FP4: tokens of a key channel, or channels of a token's values."""
 _SPAN = 128
 """Minimum channels per scale in the values of Int8 and Int4."""
 
@@ -30,7 +30,7 @@ class PayloadLayout:
     unit_tokens: int
     unit_bytes: int
     last_bytes: int
-    """``unit_bytes``, or less if it holds fewer tokens."""
+    """Size of the last unit: ``unit_bytes``, or less if it holds fewer tokens."""
 
     @property
     def units(self) -> int:
@@ -43,9 +43,9 @@ class PayloadLayout:
         return self.head_bytes + (self.units - 1) * self.unit_bytes + self.last_bytes
 
     def runs(self, max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Cut the group into runs of equally large units, as (first token, token after the last).
+        """Yield runs of units of equal size, as (first token, token after the last).
 
-        Runs have at most ``max_tokens`` tokens, but at least one unit. A shorter last unit is its own run.
+        Runs have at most ``max_tokens`` tokens, but at least one unit. A shorter last unit is a separate run.
         """
         step = max(1, max_tokens // self.unit_tokens) * self.unit_tokens
         whole = self.tokens - self.tokens % self.unit_tokens
@@ -64,22 +64,22 @@ class Builtin(NamedTuple):
 
 
 def cast_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
-    """FP16 and BF16: no head, one token per unit."""
+    """Return the layout of FP16 and BF16: no head, one token per unit."""
     return _layout(tokens, 0, 1, lambda count: 2 * count * spec.elements_per_token)
 
 
 def raw_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
-    """Raw: no head, one token per unit, elements of the class's own type."""
+    """Return the layout of Raw: no head, one token per unit, elements of the class's own type."""
     return _layout(tokens, 0, 1, lambda count: ITEM_BYTES[spec.dtype] * count * spec.elements_per_token)
 
 
 def fp8_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
-    """FP8: a 2-byte scale per channel in the head, one token per unit."""
+    """Return the layout of FP8: a 2-byte scale per channel in the head, one token per unit."""
     return _layout(tokens, 2 * spec.elements_per_token, 1, lambda count: count * spec.elements_per_token)
 
 
 def fp4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
-    """FP4: no head; a unit holds the tokens of one block of keys."""
+    """Return the layout of FP4: no head; a unit holds the tokens of one block of keys."""
     keys, values = (spec.kv_heads * dim for dim in spec.only.split)
 
     def size(count: int) -> int:
@@ -89,7 +89,7 @@ def fp4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
 
 
 def head_blocks(kv_heads: int, dim: int) -> int:
-    """Return the number of blocks of whole heads in a token's values, each of at least `_SPAN` channels."""
+    """Return the number of blocks in a token's values: whole heads, with at least `_SPAN` channels per block."""
     blocks = max(1, kv_heads * dim // _SPAN)
     while kv_heads % blocks:
         blocks -= 1
@@ -97,9 +97,9 @@ def head_blocks(kv_heads: int, dim: int) -> int:
 
 
 def _affine_layout(bits: int, spec: KVSpec, tokens: int) -> PayloadLayout:
-    """Return the layout of integers: offset and scale of key channels in the head, those of values in their unit.
+    """Return the layout of Int8 or Int4: offsets and scales of key channels in the head, those of values in units.
 
-    A unit is one token, or several with fewer than `_SPAN` channels each, sharing a scale.
+    A unit is one token, or several tokens that share a scale if each has fewer than `_SPAN` channels.
     """
     keys, values = (spec.kv_heads * dim for dim in spec.only.split)
     scales = 4 * spec.layers * head_blocks(spec.kv_heads, spec.only.split[1])
@@ -129,4 +129,4 @@ BUILTIN = {
     "AC-L3": Builtin("kvabr.codec.ac:AcL3"),
     "Raw": Builtin("kvabr.codec.raw:Raw", raw_layout),
 }
-"""By track name: the draft's levels in its order, layers (base first), others."""
+"""Built-in codecs by track name: the draft's levels in the draft's order, layers (base first), then others."""

@@ -1,8 +1,8 @@
 """Fingerprints of calibration texts in a profile, to check that a text is "unseen".
 
-Parts of a text are recognised by marks: hashes of runs of `RUN` token ids, chosen by winnowing (Schleimer et al., 2003)
-as the least of every `WINDOW` neighbouring hashes. Sequences that share `RUN` + `WINDOW` - 1 tokens share a mark. Marks
-reveal no text.
+Marks identify parts of a text. They are hashes of runs of `RUN` token ids; winnowing (Schleimer et al., 2003) keeps the
+smallest of every `WINDOW` neighbours. Sequences that share `RUN` + `WINDOW` - 1 tokens share a mark. Marks reveal no
+text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvabr.types.errors import FormatError
 RUN = 32
 WINDOW = 64
 MAX_MARKS = 1 << 14
-"""The least hashes are kept."""
+"""Maximum number of marks; the smallest hashes are kept."""
 _MAX_TEXTS = 256
 _MAX_LETTERS = 80
 _HEX = frozenset("0123456789abcdef")
@@ -46,15 +46,15 @@ class SeenText:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """The calibration texts."""
+    """Fingerprints of the calibration texts."""
 
     texts: tuple[SeenText, ...]
     marks: NDArray[np.uint64]
-    """[mark], ascending."""
+    """Sorted marks, [mark]."""
 
     @classmethod
     def of(cls, texts: Mapping[str, str], contexts: Iterable[tuple[str, Sequence[int]]]) -> Seen:
-        """Describe texts by name, and their contexts, pairs of name and token ids."""
+        """Return the fingerprints of texts by name; ``contexts`` are pairs of a text's name and token ids."""
         counts = dict.fromkeys(texts, 0)
         found: list[NDArray[np.uint64]] = []
         for name, ids in contexts:
@@ -67,13 +67,13 @@ class Seen:
         return cls(listed, np.unique(np.concatenate(found))[:MAX_MARKS])
 
     def share(self, tokens: Sequence[int]) -> float:
-        """Return the share of a text's marks in the calibration, 0 to 1."""
+        """Return the fraction of a text's marks that occur in the calibration, 0 to 1."""
         own = marks_of(tokens)
         return float(np.isin(own, self.marks).mean()) if len(own) else 0.0
 
     @cached_property
     def digests(self) -> frozenset[str]:
-        """SHA-256 of the texts."""
+        """SHA-256 digests of the texts, hex."""
         return frozenset(text.sha256 for text in self.texts)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Seen:
 
     @classmethod
     def from_json(cls, value: Any) -> Seen:
-        """Parse untrusted output of `to_json`; raise `FormatError`."""
+        """Parse untrusted output of `to_json`; raise `FormatError` if malformed."""
         try:
             texts, data = value["texts"], base64.b64decode(value["marks"], validate=True)
             if len(texts) > _MAX_TEXTS or len(data) > 8 * MAX_MARKS or len(data) % 8:

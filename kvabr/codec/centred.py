@@ -1,11 +1,11 @@
-"""Int4 or Int8 of values less their channel's median, for groups of nearly equal tokens.
+"""Int4 or Int8 after subtracting each value channel's median, for groups of nearly equal tokens.
 
-Int4 and Int8 round equal tokens to equal errors, which do not average out; without the medians hardly any rounding
-remains. Keys have a range per channel already.
+Int4 and Int8 make equal errors for equal tokens, which do not average out. Once the medians are subtracted, rounding
+errors are negligible. Keys have a range per channel already.
 
-    medians: FP16, [layer, head, dim] of the values | the codec's payload of the group with its values less these
+    medians: FP16, [layer, head, dim] of the values | the codec's payload of the group less the medians
 
-These are not tracks; `kvabr.codec.unusual` selects groups of the AC tracks for them.
+These codecs have no tracks. AC tracks use them for groups that `kvabr.codec.unusual` selects.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CENTRED = "-centred"
 
 
 _MIN_TOKENS = 16
-"""With fewer tokens, medians cost more than a bit per value."""
+"""Minimum tokens; with fewer, medians cost more than a bit per value."""
 
 
 def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
-    """Return True if the medians take more than half of most tokens' range of values.
+    """Return True if subtracting medians more than halves the range of values for most tokens.
 
     False for a class without values (`LayerClass.split`).
     """
@@ -41,13 +41,13 @@ def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
 def _medians(values: torch.Tensor) -> torch.Tensor:
     """Return channel medians, [layer, head, 1, dim] float16, of values [layer, head, token, dim] float32."""
     low, high = values.amin(dim=2, keepdim=True), values.amax(dim=2, keepdim=True)
-    # Differences stay within FP16's range; the zero is always positive.
+    # Keep differences within FP16's range; `+ 0.0` makes every zero positive.
     medians = values.median(dim=2, keepdim=True).values.clamp(high - FP16_MAX, low + FP16_MAX) + 0.0
     return medians.clamp(-FP16_MAX, FP16_MAX).half()
 
 
 class Centred(Codec):
-    """A codec after subtraction of medians."""
+    """A codec that subtracts medians before another codec."""
 
     def __init__(self, plain: str) -> None:
         self.name, self._plain = plain + CENTRED, codec(plain)

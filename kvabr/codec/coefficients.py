@@ -1,4 +1,4 @@
-"""A transformed group and operations on its rows, in the processor's or a GPU's memory, with equal results.
+"""A transformed group and operations on its rows, with equal results on the processor and on a GPU.
 
 On a GPU, rows stay there: only coded data and a few rows for decisions are copied.
 """
@@ -22,20 +22,20 @@ from kvabr.types.errors import FormatError
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """A transformed group; only the rows may be on a GPU."""
+    """A transformed group. Only `rows` may be on a GPU; the other tensors are on the processor."""
 
     rows: torch.Tensor
-    """[row, token] float32, in units of the norm; divided by a step they are indices."""
+    """[row, token] float32, in units of the norm. Indices are rows divided by a step and rounded."""
     reach: torch.Tensor
-    """[token] float32: smallest step with coefficients within a decoder's integers."""
+    """[token] float32: smallest step for which the coefficients fit a decoder's integers."""
     largest: torch.Tensor
     outlying: torch.Tensor
-    """[token] bool: tokens to store separately, see `Transform.threshold`."""
+    """[token] bool: True for tokens to store separately, see `Transform.threshold`."""
 
     held: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
     def here(self) -> Coefficients:
-        """Return the same with rows in the processor's memory."""
+        """Return a copy with rows in the processor's memory."""
         return replace(self, rows=self.rows.cpu())
 
     def some(self, which: NDArray[np.intp]) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Coefficients:
 
 
 def hold(groups: Sequence[Coefficients], which: NDArray[np.intp]) -> None:
-    """Copy some rows of groups on a GPU together, for `Coefficients.some`."""
+    """Copy some rows of several groups from a GPU in one transfer, for `Coefficients.some`."""
     there = torch.from_numpy(which).to(groups[0].rows.device)
     shapes = [(len(which), group.rows.shape[1]) for group in groups]
     whole = torch.cat([group.rows[there].reshape(-1) for group in groups]).cpu()
@@ -63,7 +63,7 @@ def encode_rows(
     own: Quantiser,
     lower: Quantiser | None,
 ) -> list[bytes | Exception]:
-    """Quantise and code rows of groups, each with its tokens to keep; see `coder.encode_rows`."""
+    """Quantise and code each group's rows, given its mask of tokens to keep; see `coder.encode_rows`."""
     if groups and gpu.runs_on(groups[0][0].device):
         from kvabr.codec.gpu import encoding, writer  # noqa: PLC0415  # need Triton
 
@@ -78,7 +78,7 @@ def encode_rows(
 
 
 def indices(rows: torch.Tensor, quantiser: Quantiser) -> NDArray[np.int16]:
-    """Return the indices of rows."""
+    """Return the quantised indices of rows."""
     out: NDArray[np.int16] = quantise(rows.cpu(), quantiser.step, quantiser.dead).to(torch.int16).numpy()
     return out
 
@@ -89,7 +89,7 @@ def error_sums(
     gains: NDArray[np.float32],
     quantiser: Quantiser,
 ) -> list[NDArray[np.int64]]:
-    """Add up decoding errors in some rows over coded tokens; see `coder.error_sums`."""
+    """Return each group's decoding errors in some rows, summed over coded tokens; see `coder.error_sums`."""
     if groups and gpu.runs_on(groups[0][0].device):
         from kvabr.codec.gpu import encoding  # noqa: PLC0415  # needs Triton
 

@@ -1,8 +1,8 @@
-"""States in the AC tracks: columns take the place of tokens.
+"""States in the AC tracks: a state's columns are coded like tokens.
 
 The rows of a state differ in scale and depend on each other: in a delta rule each row is one dimension of the keys. So
 a column is coded like a token's latent vector. Wide columns (inputs of a short convolution, one per channel) are cut
-into pieces, which stand for heads.
+into pieces, which are coded like heads.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_ROWS = 128
-"""Maximum rows in a piece: a transform's matrix has its square, per layer and head."""
+"""Maximum rows in a piece: the size of a transform's matrix, per layer and head, is the square of this."""
 
 
 def coded_spec(part: KVSpec) -> KVSpec:
-    """Return the spec of one layer class as coded; for a state, of its columns as latents.
+    """Return the spec that a layer class is coded with; for a state, its columns count as latents.
 
     Raise `FormatError` if columns have too many pieces.
     """
@@ -32,7 +32,7 @@ def coded_spec(part: KVSpec) -> KVSpec:
 
 
 def has_ac(spec: KVSpec) -> bool:
-    """Return True if all layer classes have AC tracks; states may be too wide."""
+    """Return True if AC can code all layer classes; states may be too wide."""
     try:
         return all(coded_spec(part) is not None for part in spec.parts)
     except FormatError:
@@ -40,7 +40,7 @@ def has_ac(spec: KVSpec) -> bool:
 
 
 def check_class(spec: KVSpec, track: str) -> None:
-    """Raise `FormatError` with the usable tracks unless `has_ac`."""
+    """Raise `FormatError` with the usable tracks if the spec does not have AC tracks (`has_ac`)."""
     if not has_ac(spec):
         raise FormatError(
             f"{track}: there is no AC for the states of {spec.model} ({spec.summary}), whose columns are too long; "
@@ -49,9 +49,9 @@ def check_class(spec: KVSpec, track: str) -> None:
 
 
 def turned(kv: torch.Tensor, part: KVSpec) -> torch.Tensor:
-    """Return a class's cache as coded; for a state, [layer, 1, piece, column, row].
+    """Return a class's cache in the form that is coded; for a state, [layer, 1, piece, column, row].
 
-    Snapshots follow each other along the axis of rows, and of columns in the result.
+    Snapshots are concatenated along the axis of rows in ``kv``, and along the axis of columns in the result.
     """
     only = part.only
     if only.kind != "state":
@@ -64,7 +64,7 @@ def turned(kv: torch.Tensor, part: KVSpec) -> torch.Tensor:
 
 
 def turned_back(columns: torch.Tensor, part: KVSpec) -> torch.Tensor:
-    """Undo `turned`."""
+    """Invert `turned`."""
     only = part.only
     if only.kind != "state":
         return columns

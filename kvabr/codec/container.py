@@ -1,14 +1,16 @@
-"""The frame of every group on every track, and its division into objects; loads no torch.
+"""The frame of every group on every track, and its division into objects. Does not import torch.
 
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
-All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's digest of every frame detects
-manipulation and makes the payload's CRC unnecessary. The chunk digest binds a frame to one prompt and position.
+All numbers are unsigned and little-endian. The checksums detect accidental corruption. The catalog's digest of a frame
+also detects manipulation; with it the payload's CRC is not checked. The chunk digest binds a frame to one prompt and
+position.
 
 The objects of a group, concatenated in the order of their IDs, are its frame. An object's ID is the prompt index of its
-first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small ones; the first also holds the shared
-data. A level that is not token-separable, like AC, is cut into slices, numbered from the group's first token.
+first token (draft-shi-moq-kvcache-00). It holds one token, or a run of small tokens; the first object also holds the
+frame's header and the payload's head. A payload that is not token-separable, like AC, is cut into slices, numbered from
+the group's first token.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class FrameHeader:
     spec_digest: bytes
     """16 bytes, see `KVSpec.digest`."""
     chunk: str
-    """Chained prompt digest of the group, 64 hex digits."""
+    """Chained prompt digest up to the group's end, 64 hex digits."""
     group: int
     first_token: int
     tokens: int
@@ -70,7 +72,7 @@ def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
 
 
 def header_bytes(track: str) -> int:
-    """Return the bytes before a frame's payload."""
+    """Return the number of bytes before a frame's payload."""
     return _FIXED.size + len(track.encode()) + _CRC.size
 
 
@@ -86,7 +88,7 @@ def unpack(
         frame: the bytes.
         expect: the expected header, except ``payload_bytes``; None accepts any.
         digest: expected digest (`kvabr.types.digests`); None to rely on the payload's checksum.
-        has_digest: compares a known digest with ``digest``; None to compute it here.
+        has_digest: compares an already computed digest with ``digest``; None to compute it here.
 
     Raises:
         FormatError: not a frame, another version, truncated, too long, corrupt, or a different digest.
@@ -100,7 +102,7 @@ def unpack(
         raise FormatError(f"frame: {there} bytes of payload, but its header says {said}; truncated or padded")
     if expect is not None:
         _compare(header, expect)
-    # Last, since only this takes time.
+    # Check the payload last, since only this takes time.
     if digest is None:
         good = False
     elif has_digest is not None:
@@ -161,7 +163,7 @@ def _show(value: object) -> str:
 
 
 SLICE_BYTES = 1 << 16
-"""Target bytes of an object: large enough for negligible headers, small enough to show progress."""
+"""Target bytes of an object: large enough for negligible header overhead, small enough to show progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +178,8 @@ class ObjectSpan:
 def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> tuple[ObjectSpan, ...]:
     """Cut the frame of a group of ``tokens`` tokens from ``first_token`` on into objects of whole tokens.
 
-    Spans have ascending IDs and cover the frame without gaps. Each holds as many units as fit `SLICE_BYTES`, at least
-    one; the first also holds the header and the payload's head.
+    Spans have ascending IDs and cover the frame without gaps. Each holds as many units as fit in `SLICE_BYTES`, but at
+    least one; the first also holds the header and the payload's head.
     """
     layout = payload_layout(track, spec, tokens)
     if layout is None or frame_bytes != header_bytes(spec.track_name(track)) + layout.payload_bytes:

@@ -1,8 +1,8 @@
 """Fit a profile to caches of diverse texts: means, transforms, norms, and the tables of every depth.
 
-Several passes read two to four caches at a time, so memory holds little more than the matrices (in double precision)
-and the counts; results are added in cache order. With the model's sensitivity to errors in each channel (`gradients`),
-a block is transformed in units of that sensitivity, so that equal noise in all coefficients costs the model the least.
+Each pass reads two to four caches at a time, so memory holds little more than the matrices (in double precision) and
+the counts. Results are added in cache order. Given the model's sensitivity to errors in each channel (`gradients`), a
+block is transformed in units of that sensitivity, so that equal noise in all coefficients harms the model least.
 """
 
 from __future__ import annotations
@@ -54,17 +54,19 @@ PASSES = ("means", "outliers", "channels", "stacks", "tables", "references")
 
 _FLOOR = 1e-6
 _RIDGE = 1e-6
-"""Added to covariances, relative to the mean power, so that constant channels have components."""
+"""Added to the diagonal of covariances, relative to the mean power, so that constant channels have components."""
 
 STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x": 0.185}
-"""Steps by depth, each a third of the one below, so that layers nest."""
+"""Steps by depth. Each layer's step is a third of the step below, so that layers nest."""
 
 _MAX_TOKEN_RATIO = 100.0
-"""Ratio to the median beyond which a token's keys or values in a layer count as errors: one such number would ruin the
-quantiser for its layer.
+"""Ratio to the layer's median peak above which a token's keys or values count as corrupt: one such number would ruin
+the quantiser for its layer.
 """
 _MIN_GRADIENT_RATIO = 20.0
-"""Quiet tokens with this multiple of their share of the gradients' power are stored separately."""
+"""Minimum ratio of quiet tokens' fraction of the gradients' power to their fraction of all tokens, for storing them
+separately.
+"""
 _ROWS_AT_ONCE = 256
 
 
@@ -73,26 +75,27 @@ class FitConfig:
     """Options of a profile."""
 
     stack_layers: int = 15
-    """Layers with jointly transformed keys or values."""
+    """Number of layers with jointly transformed keys or values."""
     kept: tuple[int, int] = (76, 76)
     block_heads: int | None = None
-    """Heads transformed together; None for all of a layer, up to 512 channels."""
+    """Heads transformed together; None: all heads of a layer, up to 512 channels."""
     transform: bool = True
-    """False for small profiles."""
+    """Whether to fit transforms; False for small profiles."""
     sinks: int = 1
-    """First tokens of a prompt to store separately."""
+    """Number of first tokens of a prompt to store separately."""
     outliers: float = 0.005
-    """Share of other tokens to store separately, those with the most outstanding keys. Models use a few tokens of every
-    text as further sinks, and are a hundred times more sensitive to errors in them.
+    """Fraction of other tokens to store separately: the tokens with keys farthest from the mean. Models use a few
+    tokens of every text as further sinks, and are a hundred times more sensitive to errors in these.
     """
     steps: Mapping[str, float] = field(default_factory=lambda: dict(STEPS))
     """Steps by depth; a channel's root mean square is about 1."""
     dead: Mapping[str, float] = field(default_factory=dict)
     """Dead zone by depth, see `kvabr.codec.quantiser.quantise`; default 0."""
     gains: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Decoder gains by depth, one per stack, see `kvabr.codec.profile.Depth.gains`; default none."""
+    """Decoder gains by depth, one per stack, see `kvabr.codec.profile.Depth.gains`; default: no gains."""
     quiet: float = 0.01
-    """Maximum share of tokens stored separately for small values, see `kvabr.codec.transform.Quiet`. Needs gradients.
+    """Maximum fraction of tokens stored separately for small values, see `kvabr.codec.transform.Quiet`. Requires
+    gradients.
     """
     sensitivity: float = 0.8
     """Weight of the model's sensitivity in the transform, 0 to 1."""
@@ -101,14 +104,14 @@ class FitConfig:
     evenness: float = 0.03
     """Minimum sensitivity of any channel, relative to the mean."""
     louder: tuple[float, ...] = (1.0, 1.45)
-    """Amplitudes at which each cache is counted: some rows of other texts are louder, and tightly fitted tables would
-    make them expensive.
+    """Amplitudes by which each cache is multiplied for counting. Some rows of other texts are louder, and tightly
+    fitted tables would make these expensive.
     """
     classes: int = 32
     """Classes of rows per depth, at most 256."""
 
     def __post_init__(self) -> None:
-        # Calibration takes minutes, so check first.
+        # Check first, as calibration takes minutes.
         if not 0 <= self.sinks <= MAX_SINKS:
             raise UsageError(f"a profile stores 0 to {MAX_SINKS} sinks separately, not {self.sinks}")
         if not all(0 < step <= MAX_STEP for step in self.steps.values()):
@@ -120,7 +123,7 @@ class FitConfig:
         return replace(self, steps={track: factor * step for track, step in self.steps.items()})
 
     def of(self, part: KVSpec) -> FitConfig:
-        """Return these options for one layer class: states have no sinks and no joint heads."""
+        """Return these options adapted to one layer class: states have no sinks and no joint heads."""
         if part.only.kind != "state":
             return self
         return replace(self, sinks=0, outliers=0.0, quiet=0.0, stack_layers=1, kept=(0, 0), block_heads=1)
@@ -138,12 +141,12 @@ def fit(
 
     Args:
         spec: the model's spec, or that of one of its classes.
-        caches: called once per pass; for a state, each has one or more snapshots along the axis of rows.
+        caches: called once per pass; a state's cache has one or more snapshots along the axis of rows.
         config: options of the profile.
         progress: called after every cache of every pass.
-        gradients: for each cache, the gradient of the model's output for its first tokens, from
-            `kvabr.engines.transformers.TransformersEngine.gradient_classes`: [layer, K/V, head, token, dim], fewer
-            tokens than the cache, or one snapshot of a state. None: all channels count alike.
+        gradients: for each cache, the gradient of the model's output with respect to the cache's first tokens, or to
+            one snapshot of a state, [layer, K/V, head, token, dim], from
+            `kvabr.engines.transformers.TransformersEngine.gradient_classes`. None: all channels have equal weight.
     """
     config = config or FitConfig()
     return fit_tables(fit_transform(spec, caches, config, progress, gradients=gradients), caches, config, progress)
@@ -157,7 +160,7 @@ def fit_transform(
     *,
     gradients: Caches | None = None,
 ) -> Transform:
-    """Fit the part of a profile that is independent of steps; arguments as for `fit`."""
+    """Fit the parts of a profile that do not depend on steps; arguments are as for `fit`."""
     config = config.of(spec)
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
     source = _Source(spec, caches, config.sinks, progress)
@@ -173,7 +176,7 @@ def fit_transform(
 def fit_tables(
     transform: Transform, caches: Caches, config: FitConfig, progress: Progress = lambda _stage, _done: None
 ) -> ClassProfile:
-    """Fit the tables of every depth to a transform; arguments as for `fit`."""
+    """Fit the tables of every depth for a given transform; arguments are as for `fit`."""
     spec, config = transform.structure.spec, config.of(transform.structure.spec)
     source = _Source(spec, caches, config.sinks, progress)
     analysis = Analysis(transform)
@@ -183,7 +186,7 @@ def fit_tables(
         tiles = tiles_counted(cache.number, cache.bare.shape[3])
         return [analysis.analyse(cache.bare[:, :, :, tile], None).here() for tile in tiles]
 
-    # Columns of a state are not similar as tokens are; profiles without transforms should be small.
+    # A state's columns are less similar to each other than tokens, and profiles without transforms should be small.
     if config.transform and spec.only.kind != "state":
         tiles = (tile for found in source.each("references", analysed) for tile in found)
         depths = add_references(depths, tiles, config.louder)
@@ -193,7 +196,7 @@ def fit_tables(
 class _Cache(NamedTuple):
     number: int
     bare: torch.Tensor
-    """Without sinks, float32, keys without rotary embedding."""
+    """The cache without sinks, as float32, keys without rotary embedding."""
     slope: torch.Tensor | None
 
 
@@ -205,7 +208,7 @@ class _Source:
     progress: Progress
 
     def each(self, stage: str, work: Callable[[_Cache], _Found], gradients: Caches | None = None) -> Iterator[_Found]:
-        """Yield the results of ``work`` in other threads for every cache."""
+        """Run ``work`` for every cache in other threads; yield the results in order."""
         slopes = None if gradients is None else iter(gradients())
 
         def given() -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
@@ -242,13 +245,13 @@ class _Source:
         """Return the gradient with respect to the output of `bare`."""
         slope, rope = self.bare(gradient), self.spec.rope
         if rope is not None:
-            # Undoing the rotation divides by the factor, and the gradient grows by it.
+            # Undoing the rotation divides keys by the factor, so the gradient grows by it.
             slope[:, 0, ..., rope.first : rope.first + rope.rotary_dim] *= rope.factor**2
         return slope
 
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
-    """Zero tokens with absurd values in a layer, in place; encoders store such tokens separately."""
+    """Set corrupt tokens of a layer to zero, in place."""
     peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= FP16_MAX) | ((peak > _MAX_TOKEN_RATIO * usual) & (usual > 0))
@@ -275,9 +278,9 @@ def _means(structure: Structure, source: _Source) -> Transform:
 
 
 def _outliers(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
-    """Measure the usual distance of keys from their mean, and the threshold that a share of the tokens exceeds.
+    """Measure the usual distance of keys from their mean, and the threshold that a fraction of tokens exceeds.
 
-    With gradients, do the same for values near their mean, if the model is sensitive to them.
+    With gradients, also measure values, and set the threshold below which tokens are quiet.
     """
     analysis = Analysis(transform)
     keys, values, minded = [], [], []
@@ -304,7 +307,7 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
 
 
 def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | None:
-    """Return a criterion for quiet tokens; None if the model is hardly more sensitive to them.
+    """Return a criterion for quiet tokens; None if the model is hardly more sensitive to these than to others.
 
     ``power`` is the squared distance of values from their mean, [layer, token]; ``minded`` are squared gradients,
     [token].
@@ -317,7 +320,7 @@ def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | N
     worth = gained[:most] - _MIN_GRADIENT_RATIO * torch.arange(1, most + 1) / len(order)
     if not most or float(worth.max()) <= 0:
         return None
-    # Halfway to the next token, for other texts.
+    # Halfway to the next token, to generalise to other texts.
     last = int(worth.argmax())
     threshold = float(score[order[last : last + 2]].mean())
     return Quiet(usual.numpy(), threshold) if 0 < threshold < 1 else None
@@ -339,7 +342,7 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
         if slope is not None:
             slope = source.slope(slope).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
-            # Halfway between the gradient and its direction, as too few tokens in a calibration have huge gradients.
+            # Weight between the gradient and its direction, as a few tokens in a calibration have huge gradients.
             same /= torch.linalg.vector_norm(same, dim=1, keepdim=True).clamp(min=1e-30).sqrt()
             own = torch.bmm(same, same.transpose(1, 2))
         channels = channels[:, :, usual]
@@ -376,9 +379,9 @@ def _by_side(common: torch.Tensor, structure: Structure) -> torch.Tensor | None:
 
 
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:
-    """Return one unit of each component in channels, [block, channel, component], the most powerful first.
+    """Return each component's unit vector in channel space, [block, channel, component], most powerful first.
 
-    ``common`` and ``minded`` are covariances, [block, channel, channel], of channels and of gradients.
+    ``common`` is the covariance of channels, ``minded`` that of gradients, [block, channel, channel].
     """
     width = common.shape[-1]
     one = torch.eye(width, dtype=common.dtype)
@@ -423,7 +426,7 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
             scatter.add_(product)
 
     def principal(scatter: torch.Tensor) -> Matrices:
-        """Most powerful first."""
+        """Return the principal components, most powerful first."""
         if not len(scatter):
             return NO_MATRIX
         return rounded(torch.linalg.eigh(_steady(scatter)).eigenvectors.flip(-1), run=RUN)
@@ -432,7 +435,7 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
 
 
 def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dict[str, Depth], float | None]:
-    """Return the fitted tables of every depth, and the median copies of a token (`likeness`); None: no base."""
+    """Return the fitted tables of every depth, and the median of `Likeness.copies`; None without a base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     quantisers = {track: Quantiser(step, config.dead.get(track, 0.0)) for track, step in config.steps.items()}
@@ -462,7 +465,7 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
         track: Depth(quantisers[track].step, quantisers[track].dead, model, config.gains.get(track, ()))
         for track, model in zip(chain, made, strict=True)
     }
-    told = [each for each in copies if each]  # 0: too short
+    told = [each for each in copies if each]  # 0: too short to measure
     return depths, round(float(np.median(told)), 3) if told else None
 
 

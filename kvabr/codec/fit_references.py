@@ -26,19 +26,20 @@ _ABOVE = (
     (*[3] * 7, 4, *[5] * 8),
     (*[6] * 8, *[7] * 8),
 )
-"""Contexts above an index of 0, 1, and 2 or more, by the distance of the referenced index from its triple, from -8 on.
+"""Contexts for tables of layers, [1, 2 or more: index below][distance + 8]; the distance is from three times that index
+to the referenced index.
 """
 _PRIOR_SYMBOLS = 3.0
-"""Weight, in symbols, of the prior that references do not matter."""
+"""Weight, in symbols, of the prior that references make no difference."""
 _TILE_STEP = 4
-"""One in this many tiles is counted: few tables need few, and counting is slow."""
+"""One in this many tiles is counted, as counting is slow."""
 _ROWS_AT_ONCE = 256
 _FARTHEST = 10_000
-"""Clamp for indices, so that triples do not overflow."""
+"""Limit of indices, so that multiplying by three does not overflow."""
 
 
 def tiles_counted(number: int, tokens: int) -> list[slice]:
-    """Return the tiles of a cache to count, in rotation; none for a short cache."""
+    """Return the tiles to count in a cache, starting at another tile for each cache; empty if it is short."""
     firsts = range(0, tokens - LANES, TILE)
     counted = firsts[number % min(_TILE_STEP, len(firsts) or 1) :: _TILE_STEP]
     return [slice(first, min(tokens, first + TILE)) for first in counted]
@@ -47,7 +48,7 @@ def tiles_counted(number: int, tokens: int) -> list[slice]:
 def add_references(
     depths: Mapping[str, Depth], tiles: Iterable[Coefficients], louder: Sequence[float]
 ) -> dict[str, Depth]:
-    """Return depths with tables for tokens with references.
+    """Return depths with additional tables for tokens with references.
 
     ``tiles`` are the coefficients of `tiles_counted`, counted at the amplitudes ``louder``
     (`kvabr.codec.fit.FitConfig`).

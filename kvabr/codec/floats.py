@@ -4,8 +4,8 @@ FP16 and BF16 store the cache unchanged, without a head:
 
     unit: one token, [layer, K/V, head, dim]
 
-FP8 is E4M3, equally precise at every magnitude, with one scale per layer, K/V, head and channel against overflow (448)
-and subnormals. One half-precision scale for all tokens of a group adds 1.6 %.
+FP8 is E4M3, which has the same relative precision at every magnitude. One scale per layer, K/V, head and channel avoids
+overflow (448) and subnormals. As all tokens of a group share this half-precision scale, it adds only 1.6 %.
 
     head: scales as FP16, [layer, K/V, head, dim]
     unit: one token, [layer, K/V, head, dim]
@@ -42,9 +42,9 @@ class Cast(Separable):
 
 
 def place_numbers(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor, what: str) -> None:
-    """Place units of one token, [unit, byte], of floats of 16 or 32 bits; check them all.
+    """Copy units of one token, [unit, byte], of 16- or 32-bit floats into ``out``; check that all are finite.
 
-    ``out`` is [layer, K/V, head, unit, 1, dim]; ``what`` names the level in errors.
+    ``out`` is [layer, K/V, head, unit, 1, dim]; ``what`` is the level's name for error messages.
     """
     flat = out[:, :, :, :, 0]
     if dtype.itemsize == 2 and placing.places(flat):
@@ -74,7 +74,7 @@ class Bf16(Cast):
 
 _TOP = 448.0
 _NAN = 0x7F
-"""NaN's code without its sign; E4M3 has no infinity."""
+"""Code of NaN without its sign bit; E4M3 has no infinity."""
 
 
 class Fp8(Separable):
@@ -87,7 +87,7 @@ class Fp8(Separable):
         return half_scale((group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, FP16_MAX), spec)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
-        # A scale that half precision rounded down lets the quotient exceed the maximum.
+        # If half precision rounded a scale down, the quotient can exceed the maximum.
         scaled = (run.float().permute(3, 0, 1, 2, 4) / head.float()).clamp_(-_TOP, _TOP)
         return scaled.to(torch.float8_e4m3fn)
 
@@ -108,10 +108,9 @@ def _not_a_number(what: str) -> FormatError:
 
 
 def _to_half(coded: torch.Tensor) -> torch.Tensor:
-    """Convert E4M3 codes to float16 that is 256 times too small, by moving the bit fields.
+    """Convert E4M3 codes to float16 numbers 1/256 as large, by moving the bit fields.
 
-    The exponent biases differ by 8, and both have subnormals, so this is exact, and seven times as fast as torch's
-    cast.
+    The exponent biases differ by 8, and both formats have subnormals, so this is exact.
     """
     wide = coded.view(torch.int8).short()
     sign = wide & -0x8000

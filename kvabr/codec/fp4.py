@@ -1,10 +1,8 @@
 """FP4: E2M1 in blocks of 32 with one 8-bit scale each, 4.25 bits per element.
 
-A block of keys is 32 tokens of one channel, a block of values 32 channels of one token, as in `kvabr.codec.affine`.
-NVFP4's blocks of 16 would cost 12.5 % more; MXFP4's power-of-two scales lose too much. The scale is an unsigned float
-of 5 exponent and 3 fraction bits. Each block takes the best of nine scales, which map its largest element to between 6
-and 3: a sixth less error than with 6 or 4, and 13 % less KL on SmolLM2. Scales that clip the largest element have less
-error, but more KL.
+A block of keys is 32 tokens of one channel, a block of values 32 channels of one token, as in `kvabr.codec.affine`. The
+scale is an unsigned float of 5 exponent and 3 fraction bits. Each block takes the best of nine scales, which map its
+largest element to between 6 and 3: a sixth less error than with 6 or 4, and 13 % less KL on SmolLM2.
 
     unit: scales of the keys, [layer, head, dim]; of the values, [layer, block]; codes, [layer, token, head, dim]
 
@@ -28,7 +26,7 @@ from kvabr.types.kv import KVSpec
 _EXPONENT = 0x7F800000
 _ONE = 0x3F800000
 _PLACES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)
-"""Index of each level (0, 0.5, 1, 1.5, 2, 3, 4, 6) by twice its value."""
+"""Index of each level (0, 0.5, 1, 1.5, 2, 3, 4, 6), by twice the level."""
 _SCALES = 9
 _EXPONENT_OFFSET = (127 - 18) << 3
 """The smallest scale is 2^-18; 5 exponent bits reach beyond FP16's largest number."""
@@ -115,7 +113,7 @@ def _nearest(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def _to_half(codes: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 codes, uint8, to float16, exactly but 2^14 times too small; both have subnormals."""
+    """Convert E2M1 codes, uint8, to float16 numbers 2^14 times too small. This is exact, as both have subnormals."""
     wide = codes.short()
     sign = (wide << 12).bitwise_and_(-0x8000)
     return wide.bitwise_left_shift_(9).bitwise_and_(0x0E00).bitwise_or_(sign).view(torch.float16)

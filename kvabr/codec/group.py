@@ -1,4 +1,4 @@
-"""One group to one frame and back: shared by publisher and player."""
+"""Conversion of one group to one frame and back, for publishers and players."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvabr.types.units import Unit
 
 
 def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
-    """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 for codes.
+    """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 for float8 codes.
 
-    ``first_token`` (row of a state) is for the error.
+    ``first_token`` (a row for a state) is used only in the error message.
 
     Raises:
         NotFiniteError: a number is NaN or infinite.
@@ -35,7 +35,7 @@ def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
         if all_finite(kv):
             return 0.0
     else:
-        # Extremes are finite only if all elements are, and ten times faster than isfinite.
+        # The extremes are finite only if all elements are; computing them is ten times faster than isfinite.
         found = float(torch.stack(torch.aminmax(kv)).abs().amax())
         if math.isfinite(found):
             return found
@@ -57,12 +57,12 @@ def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
 
 
 def holds(track: str, spec: KVSpec, magnitude: float) -> bool:
-    """Return True if a track keeps numbers of a layer class up to this magnitude within its loss."""
+    """Return True if a track keeps numbers of a layer class, up to this magnitude, within its loss."""
     return magnitude <= codec(track).largest(spec)
 
 
 def check_holds(track: str, spec: KVSpec, magnitude: float) -> None:
-    """Raise `FormatError` unless a track `holds` numbers of this magnitude."""
+    """Raise `FormatError` if this magnitude is too large for a track, see `holds`."""
     if not holds(track, spec, magnitude):
         raise FormatError(
             f"{spec.model}: a number of the cache has the magnitude {magnitude:g}, track {track} ends at "
@@ -71,9 +71,9 @@ def check_holds(track: str, spec: KVSpec, magnitude: float) -> None:
 
 
 def cut(cache: Sequence[torch.Tensor], unit: Unit, spec: KVSpec) -> torch.Tensor:
-    """Return a view of one unit of a cache, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens.
+    """Return a view of one unit's tokens, [layer, K/V, head, token, dim], in a cache of one tensor per layer class.
 
-    A state's tensor has its snapshots one after the other, with rows for tokens.
+    A state's tensor has its snapshots one after the other; the axis of tokens has their rows.
     """
     first = unit.group * unit.tokens if spec.parts[unit.part].only.kind == "state" else unit.first
     return cache[unit.part][:, :, :, first : first + unit.tokens]
@@ -103,7 +103,7 @@ def encode_group(
 
 
 def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-    """Compress a group as `encode_group`, after `largest` and `check_holds`."""
+    """Compress a group like `encode_group`, but without checking it with `largest` and `check_holds`."""
     made = codec(track)
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
@@ -128,13 +128,13 @@ def decode_group(
     has_digest: HasDigest | None = None,
     at: int | None = None,
 ) -> None:
-    """Check and decompress one frame; arguments as for `encode_group`, `Codec.decode` and `unpack`.
+    """Check and decompress one frame; see `encode_group`, `Codec.decode` and `unpack` for the arguments.
 
     ``at`` overrides `GroupContext.at`.
 
     Raises:
         ForeignError: a valid frame of another group.
-        FormatError: corrupt, truncated, another digest, not this codec's payload, or ``out`` has another shape.
+        FormatError: a corrupt or truncated frame, another digest, another codec's payload, or a wrong shape of ``out``.
     """
     _, payload = unpack(frame, frame_header(track, context, chunk, group), digest, has_digest)
     decode_payload(payload, track, context if at is None else replace(context, at=at), group, out, below)
@@ -148,7 +148,7 @@ def decode_payload(
     out: torch.Tensor,
     below: Sequence[memoryview] = (),
 ) -> None:
-    """Decompress the payload of a checked frame; arguments and errors as for `decode_group`."""
+    """Decompress the payload of a checked frame; arguments and errors are as for `decode_group`."""
     decode_by(codec(track), payload, context, group, out, below)
 
 
@@ -160,7 +160,7 @@ def decode_by(
     out: torch.Tensor,
     below: Sequence[memoryview] = (),
 ) -> None:
-    """Decompress with any codec, as `decode_payload`."""
+    """Decompress with a given codec, otherwise like `decode_payload`."""
     check_shape(out, context, f"group {group}: cannot decode into")
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
@@ -180,12 +180,12 @@ def decode_by(
 
 
 def has_kernel(made: Codec, device: torch.device) -> bool:
-    """Return True if `gpu.expand` decodes a codec's payloads on this device."""
+    """Return True if `gpu.expand` can decode this codec's payloads on this device."""
     return bool(vars(type(made)).get("has_kernel")) and gpu.runs_on(device)
 
 
 def check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
-    """Raise `FormatError` unless a tensor has the shape and type of a group; ``what`` begins the message."""
+    """Raise `FormatError` if a tensor does not have the shape and type of a group; ``what`` begins the message."""
     wanted = context.spec.shape(context.tokens)
     if tuple(kv.shape) != wanted or not kv.dtype.is_floating_point:
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")

@@ -1,8 +1,9 @@
 """The encoder's matrices: inverses of a decoder's, in 16 bits, with order-independent products.
 
-All sums are of integers, so exact on every processor with any number of threads. An entry is the exact inverse, rounded
-to 16 bits, independent of a library's. Vectors are rounded to 16 bits in their own unit. Every row of a matrix is at
-most 2**15 long, in its units, and a vector less than 2**16, so their product stays below 2**31 (Cauchy and Schwarz).
+All sums are sums of integers, so they are exact on every processor with any number of threads. Entries are those of the
+exact inverse, rounded to 16 bits, independent of any library's inverse. Each vector is rounded to 16 bits in its own
+unit. The norm of a matrix row is at most 2**15, in its units, and that of a vector less than 2**16, so their product is
+below 2**31 (Cauchy-Schwarz).
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ if TYPE_CHECKING:
     from kvabr.codec.transform import Matrices
 
 MAX_ELEMENT = 2.0**64
-"""Limit of elements for finite results."""
+"""Largest magnitude of elements for which results are finite."""
 _WORST_CONDITION = 1e-2
 _ROW_BITS = 15
 _ONE_BITS = 14
-"""Binary logarithm of 1.0 in a decoder's matrix."""
+"""Binary logarithm of the integer that stands for 1.0 in a decoder's matrix."""
 _FIXED_BITS = 60
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """An inverse matrix: entries times factors of rows and columns."""
+    """An inverse matrix: integer entries, to multiply by factors of rows and columns."""
 
     entries: NDArray[np.int16]
     rows: Floats
-    """[row]: powers of two."""
+    """Factors of rows, [row]: powers of two."""
     columns: Floats
-    """[column]: powers of two, to even out columns."""
+    """Factors of columns, [column]: powers of two that even out the columns."""
 
 
 def inverted(matrix: Matrices) -> Inverse:
@@ -52,11 +53,11 @@ def inverted(matrix: Matrices) -> Inverse:
     left = np.abs(square @ inverse - np.eye(len(square)))
     if int(failed) or not left.sum(axis=1).max() < _WORST_CONDITION:
         raise FormatError("profile: a matrix of its transform has no inverse; nothing can be encoded with it")
-    # A column of the inverse is about as long as the same row of the matrix is short.
+    # The norm of the inverse's column is about the reciprocal of the matrix row's norm.
     energy = (whole * whole).sum(axis=1)
     columns = np.array([(int(each).bit_length() - 1) // 2 - _ONE_BITS for each in energy])
     length = np.sqrt(((inverse * 2.0**columns) ** 2).sum(axis=1))
-    # Not at a power of two, where the length of many rows is within rounding.
+    # The margin keeps away from powers of two: many rows have the same norm up to rounding.
     rows = _ROW_BITS - np.frexp(length * (1 + 2.0**-8))[1]
     scaled = inverse * 2.0 ** (rows[:, None] + columns)
     noise = 2.0**-52 * len(square) * np.abs(square).sum(axis=1).max() * np.abs(inverse).max(axis=0)
@@ -77,7 +78,7 @@ def _refined(
     columns: NDArray[np.int64],
     which: NDArray[np.intp],
 ) -> NDArray[np.float64]:
-    """Return columns ``which`` of the exact inverse, times 2**(rows + columns), rounded to whole numbers.
+    """Return columns ``which`` of the exact inverse, multiplied by 2**(rows + columns) and rounded to integers.
 
     The residual is computed in 64-bit integers, modulo 2**64.
     """

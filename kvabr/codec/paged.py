@@ -1,8 +1,8 @@
-"""Expands received groups in place: a tensor, layers, or blocks of a paged cache.
+"""Expands received groups directly into their destination: a tensor, layers, or blocks of a paged cache.
 
-On a CUDA device with Triton, kernels write each number to its place, and groups of any tracks and depths share
-launches. Other codecs and places are decoded to scratch memory on the device first, to the same bits. On a processor
-each group takes a thread.
+On a CUDA device with Triton, kernels write each number to its destination, and groups of any tracks and depths share
+launches. For other codecs and destinations, groups are first decoded to scratch memory on the device, with identical
+bits. On a processor each group takes a thread.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class CodedGroup(NamedTuple):
     track: str
     context: GroupContext
     below: Sequence[memoryview] = ()
-    """Payloads of the tracks below, base first; untrusted like all."""
+    """Payloads of the tracks below, base first; untrusted."""
     number: int = 0
-    """Number of the group in its track, for messages."""
+    """Number of the group in its track, for error messages."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its payloads."""
+        """Total bytes of the payloads."""
         return self.payload.nbytes + sum(each.nbytes for each in self.below)
 
 
@@ -52,10 +52,11 @@ class _Each(Protocol):
 
 
 def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = map) -> list[Exception | None]:
-    """Decode groups of any tracks and depths to their places; return each one's error, or None.
+    """Decode groups of any tracks and depths into their places; return each group's error, or None.
 
-    A group with an error is written partly or not at all. A `FormatError` is the group's fault, see
-    `kvabr.codec.group.decode_payload`; others are the machine's. ``each`` runs the processor's work, as `map`.
+    A group with an error is written partly or not at all. A `FormatError` means that its payload is invalid, see
+    `kvabr.codec.group.decode_payload`; other errors are those of the machine. ``each``, called like `map`, runs the
+    work on the processor.
     """
     errors: dict[int, Exception | None] = {}
     kernels: list[_Kernel] = []
@@ -147,7 +148,7 @@ def _by_kernels(
 
 
 class _Stored:
-    """Separately stored tokens of all groups of a paged cache, written together."""
+    """Collects the separately stored tokens of all groups of a paged cache, to write them in one call."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[BlockSlots, list[NDArray[np.int64]], list[torch.Tensor]]] = {}
@@ -164,7 +165,7 @@ class _Stored:
 
     def place(self) -> None:
         for into, slots, values in self._found.values():
-            # Copies of a group may have the same place.
+            # The same slots may occur twice, if a group was decoded twice.
             every, first = np.unique(np.concatenate(slots), return_index=True)
             BlockSlots(into.checked, every).write(torch.cat(values, dim=3)[:, :, :, torch.from_numpy(first)])
 
@@ -176,7 +177,7 @@ def _decode(group: CodedGroup, place: Place, spare: list[torch.Tensor]) -> None:
         return
     shape = context.spec.shape(context.tokens)
     need = torch.Size(shape).numel() * place.dtype.itemsize
-    # Fresh memory would be cleared page by page for every group.
+    # Reuse scratch memory: the system would clear new memory page by page for every group.
     try:
         held = spare.pop()
     except IndexError:

@@ -1,7 +1,7 @@
-"""Runs long work on several items, two at a time.
+"""Runs slow functions on several items, two at a time.
 
-Torch splits each operation among the cores and waits for the slowest; with other work on one core, it mostly waits. Two
-threads with half of the cores each do not.
+Torch splits each operation among the cores and waits for the slowest core. If another process uses a core, torch mostly
+waits. Two threads with half of the cores each avoid this.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TypeVar
 import torch
 
 _AT_ONCE = 2
-"""More would take more memory."""
+"""Number of concurrent calls; more would take more memory."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """Yield the results of ``work`` in order, drawing items in this thread on demand.
+    """Yield the results of ``work`` in order; take items from the iterable in this thread, on demand.
 
-    If torch has several threads, two calls of ``work`` run at once, each with half of them. The calling thread keeps
-    half, too, as waiting threads spin.
+    If torch has several threads, two calls of ``work`` run at once, each with half of these threads. The calling thread
+    is limited to half as well.
     """
     threads = torch.get_num_threads()
     if threads < _AT_ONCE:
@@ -43,4 +43,4 @@ def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> It
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # some libraries share one number among all threads
+        torch.set_num_threads(threads)  # some libraries have one thread count for all threads

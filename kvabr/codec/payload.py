@@ -49,14 +49,14 @@ class PayloadReader:
         return torch.frombuffer(uncopied(piece), dtype=torch.uint8).view(dtype).reshape(shape)
 
     def rest(self) -> memoryview:
-        """Return the rest of the payload."""
+        """Return the remaining bytes of the payload."""
         return self.bytes(len(self._payload) - self._at)
 
 
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:
-    """Return ``values``; raise if any is NaN or infinite, since one such scale ruins a whole channel."""
+    """Return ``values``; raise if any is NaN or infinite, since one such scale would ruin a whole channel."""
     if values.dtype in _EXPONENT:
-        # On 16-bit floats, comparing bits takes a tenth of isfinite's time.
+        # For 16-bit floats, comparing bits takes a tenth of the time of isfinite.
         mask = _EXPONENT[values.dtype]
         good = not values.numel() or int((values.view(torch.int16) & mask).amax()) < mask
     else:
@@ -72,9 +72,9 @@ def not_finite(what: str) -> FormatError:
 
 
 def half_scale(scale: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return scales, positive float32, as float16: to the nearest, but for states upwards.
+    """Convert scales, positive float32, to float16; round to nearest, but round up for states.
 
-    A state's scales may be so small that half precision rounds coarsely; rounding down would clip the largest numbers.
+    A state's scales may be so small that half precision is coarse; rounding down would clip the largest numbers.
     """
     nearest = scale.half()
     if spec.only.kind != "state":
@@ -86,7 +86,7 @@ def half_scale(scale: torch.Tensor, spec: KVSpec) -> torch.Tensor:
 def keys_and_values(kv: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of keys and values, [layer, head, ..., dim], of a tensor [layer, K/V, head, ..., dim].
 
-    See `LayerClass.split`; values have no elements if there is a single vector per token.
+    See `LayerClass.split`; the view of values is empty if a class has a single vector per token.
     """
     keys = spec.only.split[0]
     return (kv[:, 0], kv[:, 1]) if spec.only.halves == 2 else (kv[:, 0, ..., :keys], kv[:, 0, ..., keys:])
@@ -99,9 +99,9 @@ def by_unit(part: torch.Tensor, units: int) -> torch.Tensor:
 
 
 def to_layers(numbers: torch.Tensor, out: torch.Tensor) -> None:
-    """Place keys or values, [unit, layer, ...] as by `by_unit`, into ``out``, [layer, head, unit, token, dim].
+    """Copy keys or values, arranged as by `by_unit`, into ``out``, [layer, head, unit, token, dim].
 
-    May modify the numbers.
+    May modify ``numbers``.
     """
     layers, heads, units, tokens, dim = out.shape
     if dim:
@@ -109,10 +109,10 @@ def to_layers(numbers: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def join_codes(keys: torch.Tensor, values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of a run's keys and values, uint8 [unit, layer, ...], as bytes, [unit, byte].
+    """Pack the codes of a run's keys and values, uint8 [unit, layer, ...], into bytes, [unit, byte].
 
-    A layer's codes of keys precede those of values. With 4 bits a byte holds two: low half from the first half of the
-    codes, high half from the same place in the second.
+    In each layer, the codes of keys precede those of values. With 4 bits, byte i holds code i of the first half of the
+    codes in its low bits, and code i of the second half in its high bits.
     """
     codes = torch.cat((keys.flatten(2), values.flatten(2)), dim=2)
     if bits == 4:
@@ -123,7 +123,7 @@ def join_codes(keys: torch.Tensor, values: torch.Tensor, bits: int) -> torch.Ten
 
 
 def split_codes(units: torch.Tensor, layers: int, sizes: tuple[int, int], bits: int) -> tuple[torch.Tensor, ...]:
-    """Undo `join_codes`, given a layer's keys and values per unit; return [unit, layer, code] of both."""
+    """Undo `join_codes`; return the codes of keys and of values, [unit, layer, code]; ``sizes``: codes per layer."""
     codes = units.view(len(units), layers, -1)
     if bits == 4:
         halves = codes & 15, codes >> 4
@@ -134,46 +134,46 @@ def split_codes(units: torch.Tensor, layers: int, sizes: tuple[int, int], bits: 
 
 
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values, which may be modified, into the caller's tensor; saturate instead of overflowing."""
+    """Copy values into the caller's tensor; saturate instead of overflowing. May modify ``values``."""
     if out.dtype != values.dtype:
-        values = values.float()  # three times as fast between 16-bit floats
+        values = values.float()  # clamping float32 is three times as fast for 16-bit floats
     if out.dtype == torch.float16 and values.dtype != torch.float16:
-        # In float32: bfloat16 would round the bound up to infinity in FP16.
+        # Clamp in float32: bfloat16 would round the bound up, to infinity in FP16.
         values = values.clamp_(-FP16_MAX, FP16_MAX)
     out.copy_(values)
 
 
 def raw(values: torch.Tensor) -> bytes:
     """Return the bytes of an array, little-endian, in row-major order."""
-    # Flat: `view` rejects the strides that a dimension of 1 may have.
+    # Flatten first: `view` rejects the strides that a dimension of 1 may have.
     return values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 _RUN_ELEMENTS = 1 << 20
-"""Elements per run: small enough for the cache, large enough to amortise torch's calls."""
+"""Maximum elements per run: small enough for the processor's cache, large enough to amortise torch's calls."""
 
 
 class Separable(Codec):
-    """A codec with a payload of a head and units (`kvabr.codec.builtin.PayloadLayout`).
+    """A codec with payloads of a head and units (`kvabr.codec.builtin.PayloadLayout`).
 
-    It defines the head, and converts runs of tokens to units and back.
+    Subclasses define the head, and convert runs of tokens to units and back.
     """
 
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
-        """Return the shared data of a group [layer, K/V, head, token, dim]: float16, any shape."""
+        """Return the data that all tokens of a group [layer, K/V, head, token, dim] share: float16, any shape."""
         return group.new_empty(0, dtype=torch.float16)
 
     @abstractmethod
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:
-        """Compress a run of whole units to [unit, ...], any dtype and shape: the bytes of each unit.
+        """Compress a run of whole units; return the bytes of each unit as [unit, ...] of any dtype and shape.
 
         ``run`` is [layer, K/V, head, token, dim], any float dtype, any strides; ``head`` is a result of `head`;
-        ``spec`` is the layer class's, see `keys_and_values`.
+        ``spec`` is that of the layer class, see `keys_and_values`.
         """
 
     @abstractmethod
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
-        """Decompress a run of whole units; raise `FormatError` unless an encoder writes them.
+        """Decompress a run of whole units into ``out``; raise `FormatError` for units that no encoder writes.
 
         ``units`` are [unit, byte] uint8, untrusted and read-only; ``head`` is float16, flat, finite; ``out`` is [layer,
         K/V, head, unit, token, dim], any float dtype, any strides.
@@ -198,7 +198,8 @@ class Separable(Codec):
         layout = self._layout(context)
         reader = PayloadReader(payload, self.name)
         reader.expect(layout.payload_bytes)
-        # Move the payload, not the decoded tensor. Checking the head on a device would synchronise.
+        # Move the payload, which is smaller than the decoded tensor. Check the head first: on a device this would
+        # synchronise.
         head = finite(reader.tensor(torch.float16, (layout.head_bytes // 2,)), self.name).to(out.device)
         for first, last in layout.runs(_max_tokens(context, out.device)):
             tokens = min(layout.unit_tokens, last - first)

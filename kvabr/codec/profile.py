@@ -1,12 +1,12 @@
 """The profile: side information of one model's AC tracks, fetched once and cached, like a player's init segment.
 
 It holds the mean of every channel, the norms, the transforms, and for every depth the quantiser's step and the entropy
-coder's tables. `kvabr.codec.fit` makes one. The file, format kvabr.profile/1, is safetensors: arrays and one string,
-nothing executable.
+coder's tables. `kvabr.codec.fit` creates profiles. The file, format kvabr.profile/1, is safetensors: arrays and one
+string, no executable content.
 
-    metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; and, where it helps,
-                gains [stack] of a depth, quiet {threshold, usual [layer]}, which only encoders read, and seen, see
-                `kvabr.codec.calibration_fingerprint`
+    metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; optionally gains
+    [stack] of a depth, quiet {threshold, usual [layer]}, which only encoders read, and seen, see
+    `kvabr.codec.calibration_fingerprint`
     mean        [layer, K/V, head, dim] float16
     norm        [layer, K/V] float32
     spread      [layer] float32
@@ -17,8 +17,8 @@ nothing executable.
     TRACK.near.bucket [1 or 3, 16] uint8, TRACK.near.freqs [class, context, symbol] int16; absent without such tables
     TRACK.flags [flag context, row] int16; or [flag context, class] if all rows of a class are equal
 
-The axis K/V has length 1 if keys and values are unlike in shape. With several layer classes, the metadata has format,
-spec and classes {name: {sinks, outlier, structure, depths}}, and array names begin with the class's and a slash.
+The axis K/V has length 1 if keys and values differ in shape. With several layer classes, the metadata has format, spec
+and classes {name: {sinks, outlier, structure, depths}}, and array names begin with the name of the class and a slash.
 """
 
 from __future__ import annotations
@@ -56,36 +56,36 @@ _Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Depth(Quantiser):
-    """The part of a profile for one track: its quantiser, in units of the norm, and its tables."""
+    """A profile's data for one track: its quantiser, in units of the norm, and its tables."""
 
     coder: CoderModel
     gains: tuple[float, ...] = ()
-    """Factors of decoded elements about their mean, by stack. Empty: 1."""
+    """Factors of decoded elements around their mean, by stack. Empty: all 1."""
 
 
 class Profile(ABC):
     """Side information for the AC tracks of one model, of one or several layer classes."""
 
     spec: KVSpec
-    """Spec of the model, or of one class (`KVSpec.parts`)."""
+    """Spec of the model, or of one layer class (`KVSpec.parts`)."""
     seen: Seen | None
-    """Calibration texts, if known."""
+    """Fingerprints of the calibration texts, if known."""
 
     @abstractmethod
     def of(self, spec: KVSpec) -> ClassProfile:
-        """Return the profile of one layer class; raise `ForeignError` for another model's."""
+        """Return the profile of one layer class; raise `ForeignError` for a class of another model."""
 
     @property
     @abstractmethod
     def tracks(self) -> tuple[str, ...]:
-        """Tracks common to all classes."""
+        """Tracks that all classes have."""
 
     @abstractmethod
     def _packed(self) -> tuple[dict[str, Any], _Arrays]:
-        """Return the facts and the arrays of the file."""
+        """Return the metadata and the arrays of the file."""
 
     def check(self, spec: KVSpec) -> None:
-        """Raise `ForeignError` unless the profile fits a cache of this spec, ignoring the group size."""
+        """Raise `ForeignError` if the profile does not fit caches of this spec; ignore the group size."""
         if spec is not self.spec and not spec.same_cache(self.spec):
             raise ForeignError(
                 f"this profile was calibrated for {self.spec.title}, the cache is of {spec.title}; "
@@ -94,7 +94,7 @@ class Profile(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the file, hex: the profile's name."""
+        """SHA-256 of the file, hex. It serves as the profile's name."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @cached_property
@@ -102,7 +102,7 @@ class Profile(ABC):
         facts, arrays = self._packed()
         if self.seen is not None:
             facts["seen"] = self.seen.to_json()
-        # One string only: safetensors writes several in random order, which would change the digest.
+        # Write a single string: safetensors writes several in random order, which would change the digest.
         return bytes(save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
 
     def to_bytes(self) -> bytes:
@@ -111,7 +111,7 @@ class Profile(ABC):
 
     @staticmethod
     def from_bytes(data: bytes) -> Profile:
-        """Parse an untrusted profile; raise `FormatError`, also for another version."""
+        """Parse an untrusted profile; raise `FormatError` if it is invalid or has another version."""
         if len(data) > MAX_PROFILE_BYTES:
             raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
         try:
@@ -141,11 +141,11 @@ class ClassProfile(Profile):
 
     spec: KVSpec
     sinks: int
-    """First tokens of a prompt stored separately, as attention sinks differ from all others."""
+    """Number of first tokens of a prompt stored separately, since attention sinks differ from all other tokens."""
     transform: Transform
     depths: Mapping[str, Depth]
     copies: float | None = None
-    """Median of `kvabr.codec.unusual.Likeness.copies` in the calibration, for encoders, if known."""
+    """Median of `kvabr.codec.unusual.Likeness.copies` in the calibration, or None if unknown; only encoders use it."""
     seen: Seen | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class ClassProfile(Profile):
         return tuple(self.depths)
 
     def depth(self, track: str) -> Depth:
-        """Return the profile's part for a track; raise `FormatError` without one."""
+        """Return the profile's data for a track; raise `FormatError` if it has none."""
         try:
             return self.depths[track]
         except KeyError:
@@ -176,7 +176,7 @@ class ClassProfile(Profile):
 
     @cached_property
     def analysis(self) -> Analysis:
-        """The encoder's use of the transform."""
+        """The encoder's direction of the transform."""
         return Analysis(self.transform)
 
     def _packed(self) -> tuple[dict[str, Any], _Arrays]:
@@ -184,7 +184,7 @@ class ClassProfile(Profile):
         return {**facts, "format": FORMAT, "spec": self.spec.to_json()}, arrays
 
     def packed(self) -> tuple[dict[str, Any], _Arrays]:
-        """Return this class's facts, plain JSON values, and arrays by name."""
+        """Return this class's metadata, plain JSON values, and arrays by name."""
         transform = self.transform
         arrays: _Arrays = {"mean": transform.mean, "norm": transform.norm, "spread": transform.spread}
         matrices = {f"stack.{index}": each for index, each in enumerate(transform.stack) if each.gain.size}
@@ -195,7 +195,7 @@ class ClassProfile(Profile):
         for track, depth in self.depths.items():
             coder = depth.coder
             parts = {"class": coder.row_class, "radius": coder.radius, "delta": coder.delta}
-            # Files have no uint16; the numbers are at most 4,096.
+            # Safetensors files have no uint16; the numbers are at most 4,096.
             parts |= {
                 "freqs": coder.freqs.astype(np.int16),
                 "flags": _flags_by_class(coder).astype(np.int16, order="C"),
@@ -218,7 +218,7 @@ class ClassProfile(Profile):
 
 @dataclass(frozen=True, eq=False)
 class ModelProfile(Profile):
-    """The profiles of a model's several layer classes."""
+    """The profiles of a model with several layer classes."""
 
     spec: KVSpec
     classes: tuple[ClassProfile, ...]
@@ -253,7 +253,7 @@ class ModelProfile(Profile):
 
 
 def joined(spec: KVSpec, classes: Sequence[ClassProfile], seen: Seen | None = None) -> Profile:
-    """Join the profiles of a model's classes, in the order of `KVSpec.parts`, and the calibration texts."""
+    """Join the profiles of a model's classes, in the order of `KVSpec.parts`; ``seen`` has the calibration texts."""
     return replace(classes[0], seen=seen) if len(spec.classes) == 1 else ModelProfile(spec, tuple(classes), seen)
 
 
@@ -310,7 +310,7 @@ def _coder(arrays: _Arrays, track: str) -> CoderModel:
     near: NearTables | None = None
     if f"{track}.near.bucket" in arrays:
         near = NearTables(arrays.pop(f"{track}.near.bucket"), _frequencies(arrays.pop(f"{track}.near.freqs"), 3))
-    # Check the number of flag contexts before expanding by row: a small file must not demand much memory.
+    # Check the number of flag contexts before expanding by row, so that a small file cannot demand much memory.
     contexts = 1 if freqs.shape[1] == 1 else 2
     if of_row.ndim == 1 and flags.shape == (contexts, len(radius)) and len(radius) != len(of_row) > 0:
         if of_row.dtype != np.uint8 or int(of_row.max()) >= len(radius):
@@ -353,11 +353,10 @@ def _quiet(value: Any) -> Quiet:
 
 
 def _facts(data: bytes) -> dict[str, Any]:
-    """Return a profile's facts; safetensors reads a header's strings only from files."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise FormatError("profile: truncated within its header")
-    if length > _MAX_HEADER_BYTES:  # parsing stops all other threads
+    if length > _MAX_HEADER_BYTES:  # parsing blocks all other threads
         raise FormatError(f"profile: a header of {length} bytes, more than the {_MAX_HEADER_BYTES} allowed")
     header = json.loads(data[8 : 8 + length])
     text = header.get("__metadata__") if isinstance(header, dict) else None

@@ -1,7 +1,7 @@
-"""Caches in 8-bit floats of the engine: their numbers, and conversion of others.
+"""Caches that an engine stores as 8-bit floats: conversion between codes and numbers.
 
-A float8 tensor holds the engine's codes. The numbers are codes times the class's scales
-(`kvabr.types.kv.LayerClass.scales`). The level Raw carries the codes, other levels the numbers.
+A float8 tensor holds the engine's codes. Numbers are codes times the class's scales
+(`kvabr.types.kv.LayerClass.scales`). The level Raw stores codes, other levels store numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPECIAL = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
-    """Return True if numbers of this type need scales."""
+    """Return True if this type holds codes, which need scales."""
     return dtype in _TYPES
 
 
@@ -27,13 +27,13 @@ def _foreign(dtype: torch.dtype, spec: KVSpec) -> bool:
 
 
 def check_type(kv: torch.Tensor, spec: KVSpec, what: str) -> None:
-    """Raise `FormatError` for codes of another type than the spec's only class."""
+    """Raise `FormatError` if a tensor of codes has another type than the spec's only class."""
     if _foreign(kv.dtype, spec):
         raise FormatError(f"{what} {kv.dtype}: the class {spec.only.title} of {spec.model} is kept in {spec.dtype}")
 
 
 def check_wanted(dtype: torch.dtype, spec: KVSpec) -> None:
-    """Raise `UsageError` if the spec's only class cannot be converted to a type."""
+    """Raise `UsageError` if caches of the spec's only class cannot be converted to a type."""
     if not dtype.is_floating_point:
         raise UsageError(f"the element type of a cache must be a float, got {dtype}")
     if _foreign(dtype, spec):
@@ -56,7 +56,7 @@ def all_finite(kv: torch.Tensor) -> bool:
         return True
     if is_quantised(kv.dtype):
         return not bool(special(kv).any())
-    low, high = torch.aminmax(kv)  # NaN survives, in a tenth of the time of torch.isfinite
+    low, high = torch.aminmax(kv)  # NaN propagates; this takes a tenth of the time of torch.isfinite
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
@@ -80,24 +80,24 @@ def _scales(only: LayerClass) -> torch.Tensor:
 
 
 def numbers_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return the numbers, float32, for codes [layer, K/V, head, token, dim]."""
+    """Convert codes [layer, K/V, head, token, dim] to numbers, float32."""
     return kv.float().mul_(scales_of(spec).to(kv.device))
 
 
 def codes_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return the codes nearest to the numbers of a tensor [layer, K/V, head, token, dim] of another float dtype."""
+    """Convert a tensor [layer, K/V, head, token, dim] of another float dtype to the nearest codes."""
     own = spec.torch_dtype
     top = torch.finfo(own).max
     return (kv.float() / scales_of(spec).to(kv.device)).clamp_(-top, top).to(own)
 
 
 def as_type(kv: torch.Tensor, dtype: torch.dtype, spec: KVSpec) -> torch.Tensor:
-    """Return codes or numbers [layer, K/V, head, token, dim] in another type; see `check_wanted`."""
+    """Convert codes or numbers [layer, K/V, head, token, dim] to another type; see `check_wanted`."""
     return _translated(kv, dtype, spec).to(dtype)
 
 
 def convert(kv: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
-    """Copy a tensor [layer, K/V, head, token, dim] into another, each of codes or of numbers."""
+    """Copy a tensor [layer, K/V, head, token, dim] into another; each may hold codes or numbers."""
     out.copy_(_translated(kv, out.dtype, spec))
 
 

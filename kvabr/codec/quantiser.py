@@ -1,10 +1,10 @@
 """The quantiser of the AC tracks, and the tables of their entropy coder.
 
 The quantiser is uniform. Steps of neighbouring layers differ by a factor of three, so finer intervals lie inside
-coarser ones: a base and its layers together cost no more than the finest quantiser alone.
+coarser ones, and a base with its layers costs no more than the finest quantiser alone.
 
-Tables are made from counted indices by Lloyd's algorithm with code length as distance: each row joins the class with
-the shortest code, the tables are recounted, and so on. Flags have a probability per row.
+Tables are fitted to counted indices by Lloyd's algorithm with code length as distance: each row joins the class with
+the shortest code, the tables are recomputed, and so on. Flags have a probability per row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def below(track: str) -> str | None:
 
 
 def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
-    """Return each depth and its base, lower depths first; raise `FormatError` if steps do not nest."""
+    """Return each depth and the depth that it refines, lower depths first; raise `FormatError` if steps do not nest."""
     order = [track for track in (*LAYERS, SINGLE) if track in steps]
     if not order or len(order) != len(steps):
         raise FormatError(
@@ -47,10 +47,10 @@ def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
 
 
 def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor:
-    """Quantise coefficients [row, token] float32 to indices, whole numbers in float32.
+    """Quantise coefficients [row, token] float32 to indices, integers stored as float32.
 
-    The dead zone is the distance, in steps, beyond the middle of two indices for the larger one. With mostly zero
-    indices, it saves twice the bits that it costs in precision.
+    ``dead`` is the dead zone: the distance, in steps, by which a coefficient must exceed the middle between two indices
+    to get the larger one. If most indices are zero, it saves twice the bits that it costs in precision.
     """
     exact = rows / step
     if dead:
@@ -61,14 +61,17 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
 _ROWS_AT_ONCE = 512
 _ROUNDS = 10
 _TAIL = 0.01
-"""Share of a table for indices half as far out again, as other texts exceed the calibration's."""
+"""Fraction of a table reserved for indices up to 1.5 times the largest seen, since other texts exceed the
+calibration's.
+"""
 _FLOOR = 1e-3
 _PRIOR_SYMBOLS = 8.0
-"""Weight, in symbols, of the prior that a class refines like all rows: few have every index below."""
+"""Weight, in symbols, of the prior that a class refines like the average of all rows."""
 _MAX_STRAY_SHARE = 1e-5
-"""Share of a refinement's symbols without their own symbol: float32 rounding outside the interval."""
+"""Fraction of a refinement's symbols that have no table entry, since float32 rounding puts them outside the interval.
+"""
 _PRIOR_TILES = 6.0
-"""Weight, in tiles, of the prior that a row's flags are its class's."""
+"""Weight, in tiles, of the prior that a row has the flag probability of its class."""
 
 Counted = NDArray[Any]
 
@@ -78,9 +81,11 @@ class SymbolCounts:
     """Statistics of one depth during calibration."""
 
     symbols: Counted
-    """[row, context, symbol] int32, of live tiles; symbol s is index s - `MAX_RADIUS`, the last one all others."""
+    """[row, context, symbol] int32, from live tiles. Symbol s is index s - `MAX_RADIUS`; the last symbol counts all
+    other indices.
+    """
     flags: Counted
-    """[row, flag context, dead or live] int32: tiles."""
+    """[row, flag context, dead or live] int32: numbers of tiles."""
 
     @classmethod
     def nothing(cls, rows: int, *, refines: bool) -> SymbolCounts:
@@ -92,7 +97,7 @@ class SymbolCounts:
         )
 
     def of(self, rows: slice) -> SymbolCounts:
-        """Return the statistics of some rows, in shared memory."""
+        """Return a view of the statistics of some rows."""
         return SymbolCounts(self.symbols[rows], self.flags[rows])
 
 
@@ -101,9 +106,9 @@ def count(
     boost: float,
     depths: Mapping[str, tuple[Quantiser, SymbolCounts]],
 ) -> None:
-    """Quantise coefficients [row, token] times an amplitude at every depth, and count them.
+    """Quantise coefficients [row, token], multiplied by ``boost``, at every depth, and count the indices.
 
-    ``depths`` has nesting quantisers and counts by track.
+    ``depths`` has each track's quantiser and counts; quantisers must nest.
     """
     chain = nested({track: own.step for track, (own, _) in depths.items()})
     order = [(*depths[track], below is not None) for track, below in chain.items()]
@@ -111,12 +116,12 @@ def count(
 
 
 def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:
-    """Return the tables with the shortest code for the counted symbols, of at most ``classes`` (256) classes.
+    """Return the tables with the shortest code for the counted symbols, with at most ``classes`` (up to 256) classes.
 
     With ``small``, flag probabilities are shared within a class.
     """
     symbols = counts.symbols.astype(np.float64)
-    # Columns of a transform have arbitrary signs, so a base is symmetric. Refinements lean towards zero.
+    # A transform's columns have arbitrary signs, so a base's tables are symmetric. Refinements lean towards zero.
     inner = symbols[:, 0, :-1]
     inner += inner[:, ::-1].copy()
     inner /= 2
@@ -155,7 +160,7 @@ def _sorted(symbols: Counted, classes: int) -> tuple[NDArray[np.intp], Counted]:
     def summed() -> Counted:
         member = (of_row == np.arange(of_row.max() + 1)[:, None]).astype(np.float64)
         sums = np.zeros((len(member), symbols[0].size))
-        sums[:, used] = member @ flat  # exact: halves, below 2**52
+        sums[:, used] = member @ flat  # exact: multiples of 0.5 below 2**52
         return sums.reshape(-1, *symbols.shape[1:])
 
     for _ in range(_ROUNDS):
@@ -163,7 +168,7 @@ def _sorted(symbols: Counted, classes: int) -> tuple[NDArray[np.intp], Counted]:
         table = _smooth(summed())
         share = table / table.sum(axis=2, keepdims=True)
         lengths = flat @ -np.log2(share.reshape(len(share), -1)[:, used]).T
-        lengths[np.arange(rows), of_row] -= 1e-9  # ties stay in their class
+        lengths[np.arange(rows), of_row] -= 1e-9  # on a tie, a row stays in its class
         nearest = lengths.argmin(axis=1)
         if (nearest == of_row).all():
             break
@@ -174,7 +179,7 @@ def _sorted(symbols: Counted, classes: int) -> tuple[NDArray[np.intp], Counted]:
 
 def _smooth(summed: Counted) -> Counted:
     if summed.shape[1] > 1:
-        # A refinement stays inside the interval below on any text.
+        # On any text, a refinement's index lies inside the interval below.
         usual = summed.sum(axis=0)
         prior = _PRIOR_SYMBOLS * usual / np.maximum(usual.sum(axis=1, keepdims=True), 1)
         return np.asarray(summed + prior + 1e-9)  # keeps every code length finite
@@ -188,7 +193,7 @@ def _smooth(summed: Counted) -> Counted:
 
 
 def _radius(summed: Counted) -> NDArray[np.intp]:
-    """Return each class's largest index with a symbol: the largest seen, plus a quarter for a single layer."""
+    """Return the largest index with a symbol in each class: the largest seen, plus a quarter for a single layer."""
     values = np.abs(np.arange(summed.shape[2] - 1) - MAX_RADIUS)
     seen = summed[:, :, :-1].sum(axis=1)
     if summed.shape[1] > 1:

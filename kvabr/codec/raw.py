@@ -1,9 +1,10 @@
-"""Raw: elements in the element type of their layer class, to the bit, without a head.
+"""Raw: exact elements in the element type of their layer class, without a head.
 
     unit: one token, or one row of a state, [layer, K/V, head, dim]
 
-For 16-bit classes, FP16 and BF16 do the same. States are mostly float32, and some engines' caches are FP8
-(`kvabr.codec.quantised`): codes are copied into tensors of that type, numbers into others. Packed data is unchanged.
+For 16-bit classes, FP16 and BF16 do the same. Raw is for other types: states are mostly float32, and some engines'
+caches are FP8 (`kvabr.codec.quantised`). FP8 codes are copied into tensors of that type; for other tensors they are
+converted to numbers. Packed data is unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Raw(Separable):
     takes_codes = True
 
     def largest(self, spec: KVSpec) -> float:
-        """Return the largest number of the class's type; converted numbers saturate, as in the engine."""
+        """Return the largest number of the class's type; conversion saturates, as in the engine."""
         own = spec.torch_dtype
         return float(torch.finfo(torch.float32 if is_quantised(own) else own).max)
 

@@ -1,11 +1,11 @@
-"""References in payloads, and their choice by an encoder.
+"""References in payloads, and how an encoder chooses them.
 
 A self-contained payload with references (`kvabr.codec.native.references`) begins with a marker in place of the number
 of listed tokens:
 
     0xFFFFFFFC | references | the rest, like other payloads
 
-Layers above use the same references. Tokens with similar coefficients go together: a repeated word, construction, or
+Layers above use the same references. A token refers to one with similar coefficients: a repeated word, construction, or
 indentation. Receivers need no token ids, and groups stay independent.
 """
 
@@ -27,18 +27,18 @@ MARK = struct.pack("<I", REFERRING)
 
 _MAX_COMPARED_ROWS = 1024
 _LARGEST = 3
-"""Limit of indices, so that no row dominates."""
+"""Limit of the indices compared, so that no row dominates."""
 _AT_ONCE = 16
 _MIN_CORRELATION = 0.5
-"""If tokens and their references correlate less on average, a payload may be smaller without references."""
+"""If tokens and their references correlate less than this on average, also try a payload without references."""
 
 
 def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> tuple[References, bool] | None:
-    """Choose a group's references, and return whether they certainly make its payload smaller.
+    """Choose a group's references; also return True if they certainly make its payload smaller.
 
     ``rows`` are the `informative_rows` of the coefficients, [row, token] float32, in the processor's memory; ``step``
     is that of a quantiser with mostly zero indices; ``keep`` marks coded tokens, [token]. Return None if the group is
-    too short; the same on every machine.
+    too short. The choice is the same on every machine.
     """
     if not tiles(rows.shape[1]):
         return None
@@ -57,7 +57,7 @@ def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) 
 
 
 def informative_rows(model: CoderModel) -> NDArray[np.intp]:
-    """Return the rows with the most power in a quantiser's tables, for choosing references."""
+    """Return the rows with the most power according to the coder's tables, for choosing references."""
     return derived(model, "loud", lambda: _strong_rows(model))
 
 
@@ -69,10 +69,10 @@ def _strong_rows(model: CoderModel) -> NDArray[np.intp]:
 
 
 def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-    """Return the tokens of the second step, all but `LANES`, and for each the most similar token of the first step.
+    """Return a mask of the second step's tokens, all but `LANES`, and each token's most similar first-step token.
 
-    The choice is greedy: the next token is the most similar to one of the first step, less the loss of others that
-    refer to it. ``alike`` is the similarity, [token, other], -1 on the diagonal.
+    The choice is greedy: the next token is the one most similar to a token of the first step, after deducting the loss
+    for tokens that refer to it. ``alike`` has the similarities, [token, other], -1 on the diagonal.
     """
     first, among = np.ones(len(alike), bool), alike.copy()
     named = among.argmax(axis=1)

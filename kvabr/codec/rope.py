@@ -1,9 +1,9 @@
 """The rotary position embedding of keys, applied and undone (RoFormer; Su et al., 2021).
 
-Without it, a channel has similar statistics at neighbouring tokens, so the AC codec works on keys before rotation.
+A channel's values are similar at neighbouring tokens only before rotation, so the AC codec works on unrotated keys.
 Encoder and decoders use the tables of this file, which are equal on every machine. NumPy's powers, cosines and sines
-vary with vector length, and C libraries differ; here all steps are additions and multiplications of doubles, or decimal
-arithmetic, as precise as any library.
+vary with vector length, and C libraries differ. Here all steps are additions and multiplications of doubles, or decimal
+arithmetic.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvabr.types.kv import RopeSpec
 Doubles = NDArray[np.float64]
 
 _PIECES = tuple(map(float.fromhex, ("0x1.921fb5p+0", "0x1.110b46p-26", "0x1.1a62633145c07p-54")))
-"""A quarter of a turn in pieces, the first two of 26 bits."""
+"""Pi / 2 as a sum of three doubles; the first two have 26 significant bits."""
 _FARTHEST = 2.0**27
-"""Largest angle for which a piece times the number of quarters is exact."""
+"""Largest angle, in radians, for which a piece times the number of quarter turns is exact."""
 _SIN = (
     *(-1.66666666666666324348e-01, 8.33333333332248946124e-03, -1.98412698298579493134e-04),
     *(2.75573137070700676789e-06, -2.50507602534068634195e-08, 1.58969099521155010221e-10),
@@ -31,7 +31,7 @@ _COS = (
     *(4.16666666666666019037e-02, -1.38888888888741095749e-03, 2.48015872894767294178e-05),
     *(-2.75573143513906633035e-07, 2.08757232129817482790e-09, -1.13596475577881948265e-11),
 )
-"""Polynomials for up to an eighth of a turn, by Sun Microsystems (fdlibm)."""
+"""Polynomial coefficients for angles up to an eighth of a turn, by Sun Microsystems (fdlibm)."""
 
 
 def powers(base: float, exponents: Doubles) -> Doubles:
@@ -83,13 +83,12 @@ def rope_shape(rope: RopeSpec | None) -> tuple[int, int]:
 
 
 def rope_first(rope: RopeSpec | None) -> int:
-    """Return the first dimension that rotates."""
+    """Return the index of the first dimension that rotates."""
     return 0 if rope is None else rope.first
 
 
 @lru_cache(maxsize=64)
 def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
-    """Return the radians that each pair turns per token."""
     if rope.frequencies is not None:
         return np.array(rope.frequencies, dtype=np.float64)
     half = rope_shape(rope)[0] // 2
@@ -100,7 +99,7 @@ def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
 def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
     """Return cosines and sines of the rotation, times the embedding's factor: two arrays [token, pair], read-only.
 
-    ``first_token``: position of the first token; None: the tables have no effect.
+    ``first_token`` is the position of the first token. If it is None, the tables leave keys unchanged.
     """
     half = rope_shape(rope)[0] // 2
     if rope is None:
@@ -108,24 +107,24 @@ def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> 
     if first_token is None:
         return _read_only(np.ones((tokens, half), np.float32)), _read_only(np.zeros((tokens, half), np.float32))
     frequencies = _frequencies(rope)
-    # At position 100,000, float32 angles would be off by a hundredth of a radian.
+    # Use doubles: at position 100,000, float32 angles would be off by a hundredth of a radian.
     angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * frequencies
     cos, sin = ((rope.factor * table).astype(np.float32) for table in cos_sin(angles))
     return _read_only(cos), _read_only(sin)
 
 
 def backwards(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
-    """Return tables that undo `rope_tables`: first * cos + second * sin, and second * cos - first * sin."""
-    # The factor lengthens a pair in both directions, so divide twice.
+    """Return tables that undo `rope_tables`, as first * cos + second * sin, and second * cos - first * sin."""
+    # The embedding multiplies a pair's length by the factor, and so do the tables; divide by both.
     length = np.float32(1 / (rope.factor**2 if rope and first_token is not None else 1))
     cos, sin = rope_tables(rope, first_token, tokens)
     return cos * length, sin * length
 
 
 def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int | None, *, undo: bool = False) -> torch.Tensor:
-    """Rotate keys [..., token, dim] float32 by positions from ``first_token`` on, or back with ``undo``.
+    """Rotate keys [..., token, dim] float32 to positions from ``first_token`` on, or back with ``undo``.
 
-    Returns new keys, or ``keys`` itself without an embedding. If ``first_token`` is None, see `rope_tables`.
+    Return new keys, or ``keys`` itself without an embedding. ``first_token`` may be None, see `rope_tables`.
     """
     if rope is None:
         return keys
@@ -133,7 +132,7 @@ def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int | None, *
 
 
 def rotate_by(tables: Tables, keys: torch.Tensor, rope: RopeSpec, *, undo: bool = False) -> torch.Tensor:
-    """Rotate keys [..., token, dim] float32 by tables with a row per token; see `rotate`."""
+    """Rotate keys [..., token, dim] float32 by tables with one row per token; see `rotate`."""
     rotary, interleaved = rope_shape(rope)
     half = rotary // 2
     first, end = rope.first, rope.first + rotary
@@ -145,7 +144,7 @@ def rotate_by(tables: Tables, keys: torch.Tensor, rope: RopeSpec, *, undo: bool 
         sin = -sin
     out = keys.clone()
     one, other = (keys[..., pair] for pair in pairs)
-    # Each product and sum is rounded separately, on every device, as in the coders.
+    # Round each product and sum separately on every device, as the coders do.
     out[..., pairs[0]] = one * cos - other * sin
     out[..., pairs[1]] = other * cos + one * sin
     return out

@@ -1,7 +1,6 @@
-"""Frames of a typical cache, made from a spec and a profile alone, to time decoders.
+"""Frames of a typical cache, generated from a spec and a profile alone, to time decoders.
 
-The decoding time of AC depends on live rows and symbols, so indices are drawn from the profile's tables. Other codecs
-take the same time for any numbers.
+AC's decoding time depends on live rows and symbols, so indices are drawn from the profile's tables.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from kvabr.types.naming import LAYERS
 
 CHUNK = "0" * 64
 _DRAWN = 8
-"""Drawn tokens; others repeat them, which takes as long to decode."""
+"""Number of tokens drawn at random; the others repeat these, which takes the same time to decode."""
 _NOTHING_LISTED = struct.pack("<I", 0)
 
 
 @dataclass(slots=True)
 class SampleFrames:
-    """Reproducible frames of one group, after the profile's sinks."""
+    """Reproducible frames of one group, starting after the profile's sinks."""
 
     context: GroupContext
     _drawn: dict[str, _Drawn] = field(default_factory=dict)
@@ -68,9 +67,9 @@ class SampleFrames:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drawn:
     index: NDArray[np.int16]
-    """[row, token], repeated by later tokens."""
+    """Indices, [row, token]; later tokens repeat them."""
     more: NDArray[np.int16]
-    """[row]: added to the first token, so that live rows have a nonzero index."""
+    """Added to the first token, [row], so that every live row has a nonzero index."""
 
     def indices(self, tokens: int) -> NDArray[np.int16]:
         out = np.tile(self.index, (1, -(-tokens // self.index.shape[1])))[:, :tokens]

@@ -1,14 +1,14 @@
-"""Numbers of separately stored tokens in AC's tracks: six bits in a base, and two more in each of two layers.
+"""Numbers of separately stored tokens in AC tracks: six bits in a base, two more in each of the next two layers.
 
-These tokens are one in a hundred, but with 8 bits per number they take a fifth of a base, which loses the same with
-six. AC-L3 and AC-5x lose a tenth to a third less with ten bits than with eight.
+Only one token in a hundred is stored separately, but with 8 bits per number these tokens would take a fifth of a base.
+With six bits a base has the same loss. With ten bits instead of eight, AC-L3 and AC-5x lose a tenth to a third less.
 
-A number is a code from -511 to 511, in sixteenths of a scale per token, layer and K/V. The coarse part is a sixteenth
-of it, rounded, from -32 to 32; each of the two layers above a base adds two bits. A partially known number stands for
-the middle of its possible codes.
+A number is a code from -511 to 511, in sixteenths of a scale per token, layer and K/V. Its coarse part is the code
+divided by 16, rounded, from -32 to 32. Each of the two layers above a base adds two bits. If a code is only partly
+known, the middle of its possible values is used.
 
-Coarse parts are coded like coefficients (`kvabr.codec.native.streams`): tokens, layers and K/V are live rows, their
-numbers the tokens. The table is one of eight two-sided geometric distributions.
+Coarse parts are coded like coefficients (`kvabr.codec.native.streams`): each token, layer and K/V is a live row, and
+its numbers take the place of tokens. The table is one of eight two-sided geometric distributions.
 
     coarse: size of the rest 4 | table 1 | coded
     fine:  of each number the higher two bits of the code less 16 times the coarse part, plus 8, or in the second layer
@@ -34,16 +34,16 @@ Codes = NDArray[np.int16]
 _SIZE, _HEAD = struct.Struct("<I"), struct.Struct("<IB")
 LARGEST = 511
 MIN_NUMBERS = 8192
-"""With fewer numbers, the coder's states would take more bytes than the parts save."""
+"""Minimum numbers for coding coarse parts; with fewer, the coder's states would take more bytes than this saves."""
 UNITS = 16
 FINE_LAYERS = 2
 _AT_ONCE = 4
 _MAX_COARSE = 32
 _USUAL_ROWS = 1 << 14
-"""Larger models are not cached: hostile payloads could fill the memory."""
+"""Rows up to which a coder model is cached; hostile payloads could fill the memory with larger ones."""
 _OF = 64
 _FALL_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
-"""By table: 64ths by which a number is less likely than the next smaller one."""
+"""By table: how much less likely a number is than the next smaller one, in 64ths."""
 
 
 def _model(table: int, rows: int) -> CoderModel:
@@ -76,7 +76,7 @@ def coarse_of(codes: Codes) -> Codes:
 
 
 def meant(coarse: Codes, fine: Sequence[Codes]) -> NDArray[np.float32]:
-    """Return the numbers that coarse parts and the fine parts of any layers stand for, in units of a scale."""
+    """Return the numbers that coarse parts, and the fine parts received so far, stand for, in units of a scale."""
     codes = UNITS * coarse.astype(np.int32) - UNITS // 2
     unknown = UNITS
     for two in fine:
@@ -89,14 +89,14 @@ def meant(coarse: Codes, fine: Sequence[Codes]) -> NDArray[np.float32]:
 def join_coarse(coarse: Codes) -> bytes:
     """Code the coarse parts of rows, [row, number]."""
     total = int(np.abs(coarse).sum(dtype=np.int64))
-    # The mean magnitude of numbers that fall by f / 64 is about 64 / f.
+    # If each number is f / 64 less likely than the next smaller one, the mean magnitude is about 64 / f.
     table = min(range(len(_FALL_STEPS)), key=lambda each: abs(total * _FALL_STEPS[each] - _OF * coarse.size))
     coded = coder.encode_indices(_model(table, len(coarse)), coarse, streams=1)
     return _HEAD.pack(1 + len(coded), table) + coded
 
 
 def split_coarse(data: memoryview, rows: int, width: int, what: str) -> Codes:
-    """Decode untrusted coarse parts, after their size field, to [row, number]; raise `FormatError` if invalid."""
+    """Decode untrusted coarse parts, without their size field, to [row, number]; raise `FormatError` if invalid."""
     if len(data) and data[0] < len(_FALL_STEPS):
         out: Codes = coder.decode_indices(_model(data[0], rows), data[1:], width)
         if max(int(out.max()), -int(out.min())) <= _MAX_COARSE:
@@ -110,12 +110,12 @@ def coarse_size(head: memoryview) -> int:
 
 
 def fine_size(numbers: int) -> int:
-    """Return the size of the fine parts of ``numbers`` numbers, bytes."""
+    """Return the size in bytes of the fine parts of ``numbers`` numbers."""
     return -(-numbers // _AT_ONCE)
 
 
 def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
-    """Encode the fine parts of layer 1 or 2, limited to the range that the coarse parts allow."""
+    """Encode the fine parts of layer 1 or 2, clamped to the range that the coarse parts allow."""
     rest = np.clip(codes - UNITS * coarse + UNITS // 2, 0, UNITS - 1).astype(np.uint8).reshape(-1)
     rest = rest >> 2 * (FINE_LAYERS - layer) & 3
     four = np.append(rest, np.zeros(-len(rest) % _AT_ONCE, np.uint8)).reshape(-1, _AT_ONCE)

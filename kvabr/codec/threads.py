@@ -1,4 +1,4 @@
-"""The cores of this process, shared by groups being decoded or encoded. Loads no torch."""
+"""Division of this process's cores among the groups being decoded or encoded. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_THREADS = 1024
 
 @cache
 def decoder_threads() -> int:
-    """Return this process's decoding threads: KVABR_DECODER_THREADS, else one per core of its affinity.
+    """Return the number of decoding threads: KVABR_DECODER_THREADS, else one per core of the process's affinity.
 
     Raises:
         UsageError: the variable is not a number of threads.
@@ -35,7 +35,7 @@ _encoding = threading.local()
 
 @contextmanager
 def encoding_on(threads: int | None) -> Iterator[None]:
-    """Transform groups encoded in this thread in up to ``threads`` threads; None: as usual."""
+    """Limit this thread's transforms of groups to ``threads`` threads; None: the default."""
     before = encoder_threads()
     _encoding.threads = threads
     try:
@@ -45,13 +45,13 @@ def encoding_on(threads: int | None) -> Iterator[None]:
 
 
 def encoder_threads() -> int | None:
-    """Return this thread's `encoding_on`; None: torch's."""
+    """Return the limit set by this thread's `encoding_on`; None: torch's number of threads."""
     found: int | None = getattr(_encoding, "threads", None)
     return found
 
 
 class SharedCores:
-    """Cores shared among the groups being decoded, so that the last has all of them."""
+    """Divides cores among the groups being decoded; a group that is decoded alone gets all cores."""
 
     def __init__(self) -> None:
         self.reset()
@@ -62,7 +62,7 @@ class SharedCores:
 
     @contextmanager
     def share(self) -> Iterator[int]:
-        """Count one more group, and yield its number of threads."""
+        """Count one more group; yield the number of threads for it."""
         with self._lock:
             self._groups += 1
             threads = max(1, decoder_threads() // self._groups)
@@ -74,7 +74,7 @@ class SharedCores:
 
     @contextmanager
     def all_taken(self) -> Iterator[None]:
-        """Decode every group in one thread meanwhile, to time it as if all cores were busy."""
+        """Decode every group in one thread inside this context, to time it as if all cores were busy."""
         with self._lock:
             self._groups += _MAX_THREADS
         try:
@@ -85,5 +85,5 @@ class SharedCores:
 
 
 CORES = SharedCores()
-if hasattr(os, "register_at_fork"):  # a child decodes none of the parent's groups
+if hasattr(os, "register_at_fork"):  # a child process decodes none of the parent's groups
     os.register_at_fork(after_in_child=CORES.reset)

@@ -7,10 +7,10 @@
 
 A group has the rows of its stacks in order: a stack's coefficients, then the remaining components of its blocks.
 
-Keys lose their rotary embedding. All elements lose their channel's mean and are scaled by a norm per layer and K/V.
-Then they pass through a block's transform and a stack's. A decoder inverts this with 16-bit integer matrices (1.0 is
-2**14) with columns of 8-bit numbers times a gain, so every decoder computes the same bits. The encoder
-(`kvabr.codec.analysis`) uses the inverse of exactly these matrices, so their rounding is free.
+An encoder removes the rotary embedding of keys, subtracts each channel's mean, and divides by a norm per layer and K/V.
+Then it applies the transforms of blocks and stacks. A decoder inverts this with 16-bit integer matrices (1.0 is 2**14);
+a column is 8-bit numbers times a gain. So every decoder computes the same bits. The encoder (`kvabr.codec.analysis`)
+uses the inverse of exactly these matrices, so rounding the matrices adds no loss.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
 MAX_ROWS = 1 << 22
-"""Coefficients per token; the largest known caches have a tenth of it."""
+"""Maximum coefficients per token; the largest known caches have a tenth as many."""
 MAX_DIM = 1 << 12
-"""Channels of a head, of keys and values together if side by side."""
+"""Maximum channels of a head, counting keys and values together if these are side by side."""
 MAX_WIDTH = 1 << 13
-"""Channels of a block; its matrix has the square of that."""
+"""Maximum channels of a block; the size of its matrix is the square of this."""
 MAX_STACK = 1 << 14
 _USUAL_WIDTH = 512
-"""Default channels of a block: more take too long for their benefit."""
+"""Default channels of a block: larger blocks take too long for their benefit."""
 ONE = 1 << 14
 FINE = 16
-"""Coefficients are decoded in units of a step over this."""
+"""Coefficients are decoded in units of a step divided by this."""
 FARTHEST = 2047
-"""Larger indices are decoded as this one: times `FINE` it still fits 16 bits."""
+"""Largest index that is decoded; larger ones are clamped, so that the product with `FINE` fits 16 bits."""
 LARGEST = 1.95
-"""Largest entry of a block's matrix; the norm has the rest."""
+"""Largest entry of a block's matrix; the norm contains the remaining factor."""
 RUN = 4
-"""Columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
+"""Number of columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
 _MAX_ENTRIES = 1 << 30
 
 
 def need(good: bool, otherwise: str) -> None:
-    """Raise `FormatError` unless ``good``."""
+    """Raise `FormatError` with the message ``otherwise`` if ``good`` is False."""
     if not good:
         raise FormatError(f"profile: {otherwise}; the file is corrupt")
 
 
 def checked(name: str, array: object, dtype: type[np.generic], *shape: int) -> NDArray[Any]:
-    """Return a private, contiguous, read-only copy of an untrusted array.
+    """Return a contiguous, read-only copy of an untrusted array; raise `FormatError` for another dtype or shape.
 
-    ``shape`` has -1 for any length.
+    A -1 in ``shape`` allows any length.
     """
     found = (array.dtype, array.shape) if isinstance(array, np.ndarray) else (type(array), ())
     good = found[0] == dtype and len(found[1]) == len(shape)
@@ -81,11 +81,11 @@ class Stack:
     """The keys, or the values, of a run of layers."""
 
     kind: int
-    """0: keys, 1: values. All channels are of kind 0 if these are unlike in shape."""
+    """0 for keys, 1 for values. If keys and values differ in shape, all channels are of kind 0."""
     first: int
     last: int
     kept: int
-    """Components of each block that the stack transforms, an even number; 0 for no transform."""
+    """Number of components of each block that the stack transforms, even; 0: no transform."""
 
     @property
     def layers(self) -> range:
@@ -95,12 +95,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Structure:
-    """Blocks and stacks of one model's cache. Every layer's keys and values are in exactly one stack."""
+    """Blocks and stacks of one layer class. Every layer's keys and values are in exactly one stack."""
 
     spec: KVSpec
     """Spec of one layer class, see `coded`."""
     block_heads: int
-    """Heads in a block, a divisor of a layer's."""
+    """Number of heads in a block; it divides the heads of a layer."""
     stacks: tuple[Stack, ...]
 
     def __post_init__(self) -> None:
@@ -125,12 +125,12 @@ class Structure:
 
     @cached_property
     def coded(self) -> KVSpec:
-        """The spec to transform: `spec`, or for a state its columns' (`kvabr.codec.columns`)."""
+        """The spec to transform: `spec`, or the spec of a state's columns (`kvabr.codec.columns`)."""
         return coded_spec(self.spec)
 
     @cached_property
     def halves(self) -> int:
-        """Kinds of stacks: 2 for keys and values, 1 if they are unlike in shape or one vector."""
+        """Number of kinds: 2 for keys and values; 1 if they differ in shape, or for one vector per token."""
         return self.coded.only.halves
 
     @cached_property
@@ -150,7 +150,7 @@ class Structure:
 
     @cached_property
     def blocks(self) -> int:
-        """Number of blocks: [layer, K/V, block of heads], row-major."""
+        """Number of blocks. Their order is [layer, K/V, block of heads], row-major."""
         return self.coded.layers * self.halves * self.per_layer
 
     @property
@@ -167,12 +167,12 @@ class Structure:
         ]
 
     def width_of(self, stack: Stack) -> int:
-        """Return the coefficients of a stack's transform."""
+        """Return the number of coefficients of a stack's transform."""
         return len(stack.layers) * self.per_layer * stack.kept
 
     @cached_property
     def first_rows(self) -> tuple[int, ...]:
-        """First row of every stack, then the number of rows."""
+        """First row of every stack, then the total number of rows."""
         sizes = (len(stack.layers) * self.per_layer * self.width for stack in self.stacks)
         return tuple(accumulate(sizes, initial=0))
 
@@ -182,7 +182,7 @@ class Structure:
         return slice(first, first + self.width_of(self.stacks[number]))
 
     def trailing_rows(self, number: int) -> slice:
-        """Return a stack's other rows: [layer of the stack, block, component - kept], flattened."""
+        """Return a stack's untransformed rows: [layer of the stack, block, component - kept], flattened."""
         return slice(self.stack_rows(number).stop, self.first_rows[number + 1])
 
     def to_json(self) -> dict[str, Any]:
@@ -205,8 +205,9 @@ class Structure:
 def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int | None = None) -> Structure:
     """Return a structure with stacks of at most ``layers`` layers, spread evenly, keys and values separate.
 
-    ``kept`` is the maximum of transformed components of each block of keys and of values; of both together if unlike in
-    shape. ``block_heads`` divides a layer's heads; None for up to `_USUAL_WIDTH` channels.
+    ``kept`` is the maximum number of components that a stack transforms per block, for keys and for values; their sum
+    applies if these differ in shape. ``block_heads`` divides a layer's heads; None: blocks of up to `_USUAL_WIDTH`
+    channels.
     """
     _, halves, all_heads, _, dim = coded_spec(spec).shape(1)
     heads = block_heads or max(
@@ -226,19 +227,19 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
 
 
 def plain(spec: KVSpec) -> Structure:
-    """Return a structure without transforms, with a block per head."""
+    """Return a structure without transforms, with one block per head."""
     return Structure(spec, 1, tuple(Stack(kind, 0, spec.layers, 0) for kind in range(coded_spec(spec).only.halves)))
 
 
 class Matrices(NamedTuple):
-    """Matrices in a profile's form."""
+    """Matrices in the form that a profile stores."""
 
     mantissa: NDArray[np.int8]
     gain: NDArray[np.uint8]
 
     @property
     def expanded(self) -> NDArray[np.int16]:
-        """A decoder's factors: mantissa times gain; 1.0 is `ONE`."""
+        """A decoder's matrix entries: mantissa times gain; 1.0 is `ONE`."""
         return self.mantissa.astype(np.int16) * self.gain.astype(np.int16)[..., None, :]
 
 
@@ -246,7 +247,7 @@ NO_MATRIX = Matrices(np.zeros((0, 0), np.int8), np.zeros(0, np.uint8))
 
 
 def rounded(matrix: torch.Tensor, *, run: int = 1) -> Matrices:
-    """Round matrices [..., row, column], not empty, to a profile's form; ``run`` columns share a gain."""
+    """Round non-empty matrices [..., row, column] to a profile's form; ``run`` columns share a gain."""
     scaled = matrix.double() * ONE
     largest = scaled.abs().amax(dim=-2)
     if run > 1:
@@ -267,14 +268,14 @@ def _checked(name: str, it: Matrices, *shape: int) -> Matrices:
 class Quiet:
     """Encoders' criterion for tokens with small values.
 
-    A model attends to these tokens when no other token matters, so it is most sensitive to their errors: a few tokens
-    of a text bear most of the loss.
+    A model attends to these tokens if no other token matters, so it is most sensitive to errors in these: a few tokens
+    of a text cause most of the loss.
     """
 
     usual: NDArray[np.float32]
     """[layer]: root mean square distance of values from their mean."""
     threshold: float
-    """A token is quiet if its distance, relative to the usual one and averaged over layers, is less."""
+    """A token is quiet if its distance, divided by `usual` and averaged over layers, is below this."""
 
     def __post_init__(self) -> None:
         need(bool(((self.usual > 0) & np.isfinite(self.usual)).all()), "a usual distance of values is not positive")
@@ -283,22 +284,22 @@ class Quiet:
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """The conversion of a cache to coefficients and back. Decoders rely on the constructor's checks."""
+    """The conversion of a cache to coefficients and back. The constructor checks everything that decoders rely on."""
 
     structure: Structure
     mean: NDArray[np.float16]
-    """[layer, K/V, head, dim]: mean of the cache without rotary embedding."""
+    """Mean of the cache without rotary embedding, [layer, K/V, head, dim]."""
     norm: NDArray[np.float32]
-    """[layer, K/V]: scale of one unit of a coefficient."""
+    """Size of one unit of a coefficient, [layer, K/V]."""
     block: Matrices | None
-    """[block, channel, component]; None if components are channels."""
+    """[block, channel, component]; None if channels are used as components."""
     stack: tuple[Matrices, ...]
-    """[component, coefficient] of every stack; `NO_MATRIX` without a transform."""
+    """[component, coefficient] for every stack; `NO_MATRIX` without a transform."""
     spread: NDArray[np.float32]
-    """[layer]: root mean square distance of keys from their mean, for encoders."""
+    """Root mean square distance of keys from their mean, [layer]; only encoders use it."""
     threshold: float
-    """Multiple of the spread that makes a token an outlier, in any layer. A model uses a few tokens of every text as
-    further sinks, with keys far from the mean in some layer. Payloads list them.
+    """A token is an outlier if its keys are farther from the mean than this multiple of the spread, in any layer. A
+    model uses a few tokens of every text as further sinks, with keys far from the mean in some layer.
     """
     quiet: Quiet | None = None
 
@@ -319,7 +320,7 @@ class Transform:
             object.__setattr__(
                 self, "quiet", replace(self.quiet, usual=checked("quiet", self.quiet.usual, np.float32, shape[0]))
             )
-        # With a norm coarser than FP16's largest number all elements would look alike.
+        # A norm above FP16's largest number would make all elements look the same.
         need(bool(np.isfinite(self.mean).all()), "a mean is not finite")
         need(bool(((self.norm > 0) & (self.norm <= FP16_MAX)).all()), f"a norm is not in (0, {FP16_MAX}]")
         need(bool(((self.spread > 0) & np.isfinite(self.spread)).all()), "a spread is not positive")
@@ -327,14 +328,14 @@ class Transform:
         need(entries <= _MAX_ENTRIES, f"{entries} numbers of transforms, at most {_MAX_ENTRIES}")
 
     def scaled(self, factors: Sequence[float]) -> Transform:
-        """Return a transform with coefficients in larger units: a factor for keys, and one for values if separate."""
+        """Return a transform with larger units of coefficients: a factor for keys, and one for values if separate."""
         norm = (self.norm * np.array(factors, np.float32)).clip(max=FP16_MAX)
         return replace(self, norm=norm)
 
     def scale(self, step: float, gains: Sequence[float] = ()) -> NDArray[np.float32]:
-        """Return the scale of the block transform's integer output, [layer, K/V] float32.
+        """Return the factors that convert the block transform's integers to elements, [layer, K/V] float32.
 
-        ``gains`` are factors of decoded elements about their mean, by stack; empty: 1.
+        ``gains`` are factors of decoded elements around their mean, by stack; empty: all 1.
         """
         need(0 < step < 2.0**20, f"a step of {step!r}")
         scale = self.norm.astype(np.float64) * step / (FINE * ONE)

@@ -1,4 +1,4 @@
-"""Bytes for torch without a copy."""
+"""Buffers for torch without copying bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def uncopied(piece: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
-    """Return a buffer for `torch.frombuffer`, which warns of read-only ones, as payloads mostly are."""
+    """Return a buffer for `torch.frombuffer`, which warns of read-only buffers; most payloads are read-only."""
     if not piece.readonly:
         return piece
     kept = np.frombuffer(piece, dtype=np.uint8)

@@ -1,17 +1,17 @@
 """Groups that the AC tracks cannot code like others: detection and payloads.
 
-Rounding loses little because its errors point in all directions, and a model averages over many tokens. In repetitive
-text (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, which do not average out. The
-base of such a group contains the layers above it. It is detected by correlated errors (`Likeness`) or by repeated
-tokens (`repeated`). If many tokens stand out, or all are alike, as with one token a thousand times, another codec
-encodes the group. The payload of an unusual group begins with a number in place of that of listed tokens:
+Rounding loses little because its errors are independent, and a model averages over many tokens. In repetitive text
+(tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, which do not average out. The base
+of such a group contains the layers above it. Correlated errors (`Likeness`) or repeated tokens (`repeated`) reveal such
+groups. If many tokens are outliers, or all are similar (e.g. one token a thousand times), another codec encodes the
+group. The payload of an unusual group begins with a marker in place of the number of listed tokens:
 
     0xFFFFFFFF  another codec's: code 1 (see `OTHERS`) | its payload of the group
     0xFFFFFFFE  nothing: the values are those of the layers below
     0xFFFFFFFD  of a base, layers in one: enhancements 1 | size 4 of each payload ... | ordinary payloads, base first
 
-The last of several payloads of other codecs counts: a base may have four bits, and the finest layer eight. Above an
-empty layer, and above layers in a base, all layers are empty.
+If several layers have payloads of other codecs, the last one applies: a base may have four bits, and the finest layer
+eight. Above an empty layer, and above a base that contains layers, all layers are empty.
 """
 
 from __future__ import annotations
@@ -36,44 +36,46 @@ from kvabr.types.naming import LAYERS
 
 OTHERS = ("FP16", "Int8", "Int4", "Int8-centred", "Int4-centred")
 EXACT = "FP16"
-"""Codec of groups that AC would enlarge, or cannot code."""
+"""Codec of groups that AC would enlarge or cannot code."""
 FINE, COARSE = ("Int8", "Int8-centred"), ("Int4", "Int4-centred")
-"""Codecs of unusual tokens, without and with medians (`kvabr.codec.centred`)."""
+"""Codecs of unusual groups, each without and with medians (`kvabr.codec.centred`)."""
 LAYERED, NOTHING_ABOVE, OTHER = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<IB")
 NOTHING = _NUMBER.pack(NOTHING_ABOVE)
 
 _COPIES = (2.15, 4.1)
-"""Minimum effective copies of a token (`likeness`), relative to the usual number, for a base to contain L1, L2."""
+"""Minimum `Likeness.copies`, relative to the usual number, for a base to contain L1, and to contain L2."""
 USUAL_COPIES = 1.35
 _MIN_REPEATED_SHARE = 0.4
-"""Minimum share of `repeated` tokens for a base that contains L1."""
+"""Minimum fraction of `repeated` tokens for a base to contain L1."""
 _MIN_REPETITION = 32
-"""Tokens of a repetition, a power of two: code is full of shorter ones."""
+"""Minimum length of a repetition in tokens, a power of two; shorter ones are common in source code."""
 _CHANNELS = 4
-"""Channels for comparing tokens: few, since consecutive ones must be equal, too."""
+"""Number of channels used to compare tokens. Few are enough, since consecutive tokens must be equal, too."""
 _MAX_EQUAL_DISTANCE = 2.0**-7
-"""Largest difference of equal tokens, relative to the largest distance: engines may round them differently."""
+"""Maximum difference between equal tokens, relative to the largest distance; engines may round equal tokens
+differently.
+"""
 _MIN_COMMON_SHARE = 0.4
-"""Minimum common share of the errors' power for using another codec."""
+"""Minimum `Likeness.common` for using another codec."""
 _MAX_ASIDE = 8
-"""Separately stored tokens: one in this many, and four; beyond that another codec is used."""
+"""Another codec is used if more than one in this many tokens, plus four, would be stored separately."""
 _MIN_TOKENS = 16
 _SAMPLED, _GLANCED = 2048, 256
 _MIN_FIRST_COPIES = 2.6
-"""Effective copies in the first rows, relative to the usual number in all, below which the others are skipped: fewer
-rows have more tokens alike by chance.
+"""If `Likeness.copies` in the first rows, relative to the usual number in all, is below this, the other rows are not
+examined. In few rows, more tokens are similar by chance.
 """
 
 
 def is_unusual(payload: bytes | memoryview) -> bool:
-    """Return True for a payload described in this module."""
+    """Return True for a payload in one of this module's formats."""
     return len(payload) >= _NUMBER.size and int(_NUMBER.unpack_from(payload)[0]) >= LAYERED
 
 
 def other(name: str, payload: bytes) -> bytes:
-    """Return the payload of a group encoded by another codec of `OTHERS`."""
+    """Return the payload of a group that another codec of `OTHERS` encoded."""
     return _CODE.pack(OTHER, OTHERS.index(name)) + payload
 
 
@@ -83,7 +85,7 @@ def other_codec(name: str) -> Codec:
 
 
 def by_another(names: tuple[str, str], group: torch.Tensor, context: GroupContext) -> bytes:
-    """Return a group's payload by the first of two codecs, `FINE` or `COARSE`, or the second if medians help."""
+    """Return a group's payload by the first of two codecs (`FINE` or `COARSE`), or by the second if medians help."""
     name = names[centring_helps(group, context.spec)]
     return other(name, other_codec(name).encode(group, context))
 
@@ -96,7 +98,7 @@ def layered(payloads: Sequence[bytes]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The payloads of a depth and those below it, with unusual ones resolved."""
+    """The payloads of a depth and of those below it, with unusual payloads unpacked."""
 
     tracks: tuple[str, ...]
     """Depths with ordinary payloads, base first; empty if another codec encoded the group."""
@@ -106,7 +108,7 @@ class Chain:
 
 
 def read_chain(tracks: Sequence[str], payloads: Sequence[bytes | memoryview]) -> Chain:
-    """Resolve the untrusted payloads of a depth and of those below it, base first; raise `FormatError`."""
+    """Unpack the untrusted payloads of a depth and those below it, base first; raise `FormatError` if malformed."""
     views = [memoryview(payload) for payload in payloads]
     if not any(map(is_unusual, views)):
         return Chain(tuple(tracks), tuple(views))
@@ -161,38 +163,38 @@ def _parts(track: str, base: memoryview) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """Similarity of the errors of a group's tokens."""
+    """How similar the errors of a group's tokens are."""
 
     common: float
-    """Maximum share of the power common to all tokens of a tile; 1 if all errors are equal."""
+    """Fraction of the errors' power that all tokens of a tile share, maximum over tiles; 1 if all errors are equal."""
     copies: float
-    """Effective number of tokens of a tile with the same error, beyond the common part; 1 if all differ.
+    """Effective number of tokens of a tile with the same error, ignoring the common part; 1 if all differ.
 
-    The mean over tokens of the summed squares of their correlations with all tokens.
+    It is the sum of squared correlations of a token with all tokens, averaged over tokens.
     """
 
     def enhancements(self, usual: float | None) -> int:
-        """Return the number of layers for the base, given the usual `copies`, if known."""
+        """Return the number of layers that the base should contain; ``usual`` is the usual `copies`, if known."""
         return sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
 
     @property
     def alike(self) -> bool:
-        """True if all tokens are so similar that layers do not help."""
+        """True if all tokens are so similar that a base with layers does not help."""
         return self.common >= _MIN_COMMON_SHARE
 
 
 def crowded(outlying: torch.Tensor) -> bool:
-    """Return True if too many tokens stand out, [token] bool, to store them separately."""
+    """Return True if too many tokens are outliers to store them separately; ``outlying`` is [token] bool."""
     return int(outlying.sum()) > 4 + len(outlying) // _MAX_ASIDE
 
 
 def sample(rows: int, max_rows: int = _SAMPLED) -> NDArray[np.intp]:
-    """Return a limited number of rows for `likeness`."""
+    """Return the numbers of up to ``max_rows`` rows for `likeness`."""
     return np.arange(0, rows, -(-rows // max_rows))
 
 
 def glanced(rows: int) -> NDArray[np.intp]:
-    """Return the rows for a first look at every group, see `contained`."""
+    """Return the numbers of the rows that `contained` examines first in every group."""
     return sample(rows, _GLANCED)
 
 
@@ -234,7 +236,7 @@ def contained(
     keep: NDArray[np.bool_],
     usual: float | None,
 ) -> int | None:
-    """Return the number of layers for a group's base; None: another codec should encode it.
+    """Return the number of layers that a group's base should contain; None if another codec should encode it.
 
     ``group`` is as for `repeated`, ``step`` the base's; ``keep`` marks coded tokens; ``usual`` is the usual
     `Likeness.copies`, if known.
@@ -249,10 +251,10 @@ def contained(
 
 
 def repeated(group: torch.Tensor, spec: KVSpec) -> float:
-    """Return the share of tokens in repetitions of `_MIN_REPETITION` and more, in the tile with the largest share.
+    """Return the fraction of tokens in repetitions of at least `_MIN_REPETITION` tokens, maximum over tiles.
 
     In a model's first layer, values depend only on the token itself, so equal tokens are detected without ids. Return 0
-    for a class without that layer, and if keys do not rotate: such a model may add positions to its tokens.
+    for a class without the first layer, and if keys do not rotate: such a model may add positions to its tokens.
 
     ``group`` is [layer, K/V, head, token, dim], any float dtype, and not a state.
     """
@@ -281,11 +283,11 @@ def _compared(spec: KVSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
 def _repeated(numbers: NDArray[np.float32]) -> float:
     apart = numbers[:, :, None] - numbers[:, None]
     apart = np.abs(apart, out=apart).max(axis=0)
-    farthest = apart.max(axis=0)  # 0: constant channels are useless
+    farthest = apart.max(axis=0)  # 0: constant channels cannot distinguish tokens
     limit = np.float32(_MAX_EQUAL_DISTANCE) * np.maximum(farthest[:, None], farthest)
     begins = np.tril((apart <= limit) & (limit > 0), -1)
     length = 1
-    while length < _MIN_REPETITION:  # of a token and one before it: are as many following ones equal?
+    while length < _MIN_REPETITION:  # for a token and an earlier one: are `length` following tokens equal?
         begins = begins[:-length, :-length] & begins[length:, length:]
         length *= 2
     return float((np.convolve(begins.any(axis=1), np.ones(_MIN_REPETITION, np.intp)) > 0).mean())

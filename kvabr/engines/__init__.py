@@ -1,7 +1,7 @@
 """Adapters of serving engines: transformers, vLLM, LMCache and SGLang.
 
-An adapter is imported when its engine loads it. It uses one of three plays of `kvabr.AsyncClient` (`kvabr.Client` for
-code with threads):
+An adapter is imported when its engine loads it. It uses one of three play methods of `kvabr.AsyncClient`
+(`kvabr.Client` for code with threads):
 
 ================  ===============================  ====================================================================
 play              engine                           the adapter
@@ -21,6 +21,7 @@ cost of a prefill         timed once        as it serves     unknown          un
 upgrades of a used cache  `Steps`           no               no               no
 ========================  ================  ===============  ===============  ===============
 
-All publish by `kvabr.publish.publisher.Publisher`. An adapter is a package with an `Adapter` in ``ADAPTER``, listed in
-`kvabr.engines.adapters.BUILTIN` or an entry point. Its settings derive from `kvabr.engines.settings.EngineSettings`.
+All adapters publish through `kvabr.publish.publisher.Publisher`. An adapter is a package with an `Adapter` in
+``ADAPTER``, listed in `kvabr.engines.adapters.BUILTIN` or an entry point. Its settings derive from
+`kvabr.engines.settings.EngineSettings`.
 """

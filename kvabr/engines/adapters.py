@@ -1,4 +1,4 @@
-"""The registry of adapters: features, supported and installed versions.
+"""The registry of adapters, with their features and their tested and installed versions.
 
 An adapter is a package with an `Adapter` in ``ADAPTER``, listed in `BUILTIN` or an entry point of ``kvabr.engines``.
 """
@@ -32,22 +32,26 @@ class Adapter:
     package: str
     module: str
     tested: tuple[str, str]
-    """First tested version, and first version too new."""
+    """First tested version, and the first untested version after it."""
     mode: EngineMode
-    """``hole``: can compute any group with a complete left side; ``suffix``: only all groups after the first miss."""
+    """``hole``: the engine can compute any group once all groups before it are complete; ``suffix``: it can only
+    compute all groups after the first miss.
+    """
     layout: str
     rate: str
-    """Source of the cost of a prefill."""
+    """How the adapter gets the cost of a prefill, as text."""
     plays: str
     upgrades: bool = False
     publishes: bool = True
     passages: str = "no"
-    """How it plays prompts made of passages: ``no``, or ``recomputed`` if tokens matter."""
+    """How the adapter plays prompts made of passages: ``no``, or ``recomputed`` if it recomputes the tokens that need
+    it.
+    """
     also: tuple[str, ...] = ()
 
     @property
     def installed(self) -> str | None:
-        """The installed version, if any."""
+        """The installed version of the engine, or None."""
         for package in (self.package, *self.also):
             with suppress(metadata.PackageNotFoundError):
                 return metadata.version(package)
@@ -55,7 +59,7 @@ class Adapter:
 
     @property
     def range(self) -> str:
-        """The tested versions in pip's notation."""
+        """The tested versions, in pip's notation."""
         return f">={self.tested[0]},<{self.tested[1]}"
 
     def is_tested(self, version: str) -> bool:
@@ -84,7 +88,7 @@ def adapters() -> dict[str, Adapter]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, without trailing zeros: (5, 19) for ``5.19.0.dev0+cpu``."""
+    """Return the leading numbers of a version without trailing zeros, such as (5, 19) for ``5.19.0.dev0+cpu``."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found.group().split(".")] if found else []
     while numbers and not numbers[-1]:
@@ -105,7 +109,7 @@ def _checked(adapter: Adapter, version: str) -> bool:
 
 
 def require(module: str) -> ModuleType:
-    """Import a module of the extra ``model``; raise `ModelError` without it."""
+    """Import a module that the extra ``model`` installs; raise `ModelError` if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

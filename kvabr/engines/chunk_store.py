@@ -1,8 +1,8 @@
 """Caches that an engine names by its own keys instead of tokens: published, found and played by key.
 
-Keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end; group digests are derived from
-them. The AC tracks undo the rotary embedding by position, so they are published only with a known position, and readers
-at another position get no cache.
+LMCache's chunks and SGLang's pages have keys that hash all tokens up to the end of the chunk or page; group digests are
+derived from these keys. The AC tracks undo the rotary embedding by position, so they are published only if the position
+is known, and readers at another position get no cache.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _MAX_FOUND_BYTES = 64 << 20
 _MAX_PROFILES = 8
 _PROFILE_S = 300.0
 _PAUSED_SHARE = 0.1
-"""Share of the deadline for a play of locally cached groups while the origin does not answer."""
+"""Fraction of the deadline for playing locally cached groups while the origin does not answer."""
 
 _USUAL_DIMS = (128, 64)
 
 STEP_TOKENS = 2048
-"""Default step size of engines, the smallest common one."""
+"""Default step size of engines in tokens: the smallest of common engines."""
 
 
 class KeyedSettings(EngineSettings):
@@ -73,7 +73,7 @@ class KeyedSettings(EngineSettings):
     lookup_s: Seconds = 1.0
     """Seconds that a lookup may take; then the cache counts as missing."""
     step_tokens: Count | None = None
-    """Maximum number of tokens per step of the engine. None: SGLang's ``--chunked-prefill-size``, otherwise 2,048."""
+    """Maximum tokens per step of the engine. None: SGLang's ``--chunked-prefill-size``, otherwise 2,048."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
@@ -89,8 +89,8 @@ def spec_of(
 ) -> KVSpec:
     """Return the spec of an engine's caches; raise `FormatError` if the engine quantises them.
 
-    ``model`` is a result of `named`; ``engine`` replaces the tokenizer; ``heads`` are one rank's. ``latent``: one
-    vector of ``dim`` per token, without heads (MLA).
+    ``model`` is a result of `named`; ``engine`` takes the place of the tokenizer; ``heads`` is the number in one rank.
+    ``latent`` is True for one vector of ``dim`` per token, without heads (MLA).
     """
     if (kind := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise FormatError(f"the engine quantises its cache to {dtype}; kvabr's tracks need 16 or 32 bits")
@@ -106,9 +106,9 @@ def named(
     *,
     folder: Path | None = None,
 ) -> str:
-    """Return the model's name for its caches, from the settings or ``given`` by the engine; raise `ModelError`.
+    """Return the model's name for its caches, from the settings or the engine's name ``given``; raise `ModelError`.
 
-    ``facts`` are others that change KV, see `with_facts`; ``folder`` has the weights, if known.
+    ``facts`` are further facts that change KV, see `with_facts`; ``folder`` is that of the weights, if known.
     """
     raw = settings.model or given
     if settings.model is None and folder is not None:
@@ -117,11 +117,11 @@ def named(
 
 
 def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
-    """Return the codec profile for an engine's caches: the user's, or the shipped one of the same name, if any.
+    """Return the codec profile for an engine's caches: the configured one, or a shipped one of the same name, if any.
 
     Raises:
         AssetError, FormatError: the file cannot be read, or has no profile.
-        ForeignError: it is for another shape, such as all heads instead of this rank's.
+        ForeignError: the profile is for another shape, such as all heads instead of one rank's heads.
     """
     chosen = settings.profile is not None
     profile = _profile_of(spec.model, settings)
@@ -138,10 +138,10 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
 
 
 def head_dim_of(model: str, width: int, settings: EngineSettings) -> int:
-    """Return the dimensions of a head, given only those of all heads together.
+    """Return the dimensions of a head, given the total over all heads.
 
-    They are the profile's if these fit, or else 128 or 64; it matters little, as plain tracks scale each token and
-    head.
+    They are the profile's if these fit, else 128 or 64. A wrong guess matters little, as plain tracks scale each token
+    and head.
     """
     profile = _profile_of(model, settings)
     if profile is not None and profile.spec.only.halves == 2:
@@ -159,7 +159,7 @@ def _profile_of(model: str, settings: EngineSettings) -> Profile | None:
 
 
 def _alike(one: KVSpec, other: KVSpec, *, any_heads: bool) -> bool:
-    """Return True for specs of the same caches (``any_heads``: the same width), ignoring unknown rotary embeddings."""
+    """Return True if specs describe the same caches (``any_heads``: the same width), ignoring unknown ropes."""
     ropes = {each.rope for spec in (one, other) for each in spec.classes} - {None}
     bare = [replace(spec, classes=tuple(replace(each, rope=None) for each in spec.classes)) for spec in (one, other)]
     if any_heads and [each.heads * each.k_dim for each in one.classes] == [
@@ -175,12 +175,12 @@ def _alike(one: KVSpec, other: KVSpec, *, any_heads: bool) -> bool:
 
 
 def _memory_of(found: Found) -> int:
-    """Estimate the memory of a catalog: a digest of 64 characters and two numbers per group and track."""
+    """Estimate the memory of a catalog in bytes: per group and track a digest of 64 characters and two numbers."""
     return 1024 + 256 * found.catalog.groups * (1 + len(found.catalog.tracks))
 
 
 def key_digests(spec: KVSpec, key: str, tokens: int) -> list[str]:
-    """Return a digest for each group of a cache; the last one names the asset."""
+    """Return a digest for each group of a cache; the last digest is the asset's name."""
     groups = spec.groups(tokens)
     return [_digest(spec, key, None if index == groups - 1 else index) for index in range(groups)]
 
@@ -191,7 +191,7 @@ def namespace(spec: KVSpec, key: str) -> TrackNamespace:
 
 
 def _digest(spec: KVSpec, key: str, index: int | None) -> str:
-    # Readers do not have the number of groups, so the digest of the last one must not depend on it.
+    # Readers do not know the number of groups, so the last group's digest must not depend on it.
     place = "last" if index is None else str(index)
     return hashlib.sha256(f"kvabr.{spec.tokenizer}/1\0{place}\0{key}".encode()).hexdigest()
 
@@ -204,10 +204,10 @@ def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
 
 
 class KeyedOrigin:
-    """The client of stores with the same settings, with pauses for its origin. For one event loop."""
+    """A client that several stores with the same settings share, and its pauses after failures. For one event loop."""
 
     def __init__(self, settings: KeyedSettings) -> None:
-        """Create a client without dialling; raise `UsageError` for a wrong setting."""
+        """Create a client without connecting; raise `UsageError` for a wrong setting."""
         self.client = open_client(settings)
         self._watching: asyncio.Task[None] | None = None
         self.pause = OriginPause(self._watch)
@@ -239,19 +239,19 @@ class ChunkStore:
         origin: KeyedOrigin | None = None,
         any_heads: bool = False,
     ) -> None:
-        """Open the store for publishing, if any, without dialling.
+        """Open the store to publish to, if any; do not connect to the origin yet.
 
         Args:
-            spec: of the caches; the settings may change its group size.
+            spec: spec of the caches; the settings may change its group size.
             settings: the user's.
             source: description of the caches for the catalogs.
             max_tokens: maximum length of the engine's caches.
             min_tokens: minimum length; some engines copy a fixed number of tokens.
-            unplaced: reason for unknown positions, for the log.
-            version: returns the engine's declared version of its weights, if any; called often.
-            step_tokens: tokens per step of the engine, unless in the settings.
+            unplaced: why positions are unknown, for the log.
+            version: returns the engine's declared version of its weights, or None; called often.
+            step_tokens: tokens per step of the engine; a setting overrides it.
             least: minimum length of a prefix that the engine fetches.
-            origin: shared with other stores, and closed by its owner; None: this store opens one.
+            origin: a shared client, closed by its owner; None: this store opens one.
             any_heads: accept caches of the same total width, see `head_dim_of`.
 
         Raises:
@@ -297,23 +297,23 @@ class ChunkStore:
         return self._origin.pause
 
     def _text(self, key: str) -> str:
-        """Return the full key of a cache: the model, its current weights, and the engine's key."""
+        """Return the full key of a cache: the model's name, the generation of its weights, and the engine's key."""
         generation = self.generation.name
         return f"{self.spec.model}{generation and MARK}{generation}{key}"
 
     async def leading(
         self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
     ) -> int:
-        """Return the number of leading caches to fetch, in one round trip, without the tail; see `find`.
+        """Return the number of leading caches to fetch, in one round trip; the tail is not counted. See `find`.
 
-        ``goes_on``: the prompt may have more keys.
+        ``goes_on`` is True if the prompt may have more keys.
         """
         return sum(takewhile(bool, await self.offered(keys, positions, goes_on=goes_on)))
 
     async def offered(
         self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
     ) -> list[bool]:
-        """Return a flag for each cache of a prompt to fetch; as `leading`, but also after gaps."""
+        """Return for each cache of a prompt whether to fetch it; like `leading`, but also for caches after gaps."""
         found = await asyncio.gather(*map(self.find, keys, positions or repeat(None)))
         there = [one is not None for one in found]
         catalogs = [one.catalog for one in takewhile(lambda one: one is not None, found) if one is not None]
@@ -323,7 +323,7 @@ class ChunkStore:
     async def _kept(self, keys: Sequence[str], catalogs: Sequence[Catalog], *, goes_on: bool) -> int:
         if not catalogs or (goes_on and len(catalogs) == len(keys)):
             return len(catalogs)
-        # An unknown number of tokens follows the last key, too few for a cache.
+        # An unknown number of tokens follows the last key; they are too few for a cache.
         size = catalogs[0].tokens
         rest = max(1, size // 2) if self._min_tokens == self._max_tokens else 1
         texts, following = [self._text(key) for key in keys], (len(keys) - len(catalogs)) * size + rest
@@ -336,13 +336,13 @@ class ChunkStore:
     async def find(self, key: str, positions: range | None = None) -> Found | None:
         """Return the catalog of a cache; None if it is missing, of another kind, or for other ``positions``.
 
-        An empty range means that the key stands for several caches.
+        An empty range means that the key is ambiguous.
         """
         text = self._text(key)
         found = self._found.get(text) or await self._request(text)
         if found is None or text != self._text(key):
             return None
-        # Without a profile, the asset does not depend on its position.
+        # An asset without a profile does not depend on its position.
         at = None if found.catalog.profile is None else found.catalog.position
         if positions is None or (positions and at is None) or at in positions:
             return found
@@ -392,7 +392,7 @@ class ChunkStore:
         self.trouble.warn(what, f"{error}{more}")
 
     def _begin_profile(self, catalog: Catalog) -> None:
-        """Fetch the codec profile of caches once; it is too large for a play."""
+        """Start to fetch a codec profile, once for all caches; it is too large to fetch during a play."""
         name = catalog.profile
         if name is not None and name not in self._profiles and len(self._profiles) < _MAX_PROFILES:
             self._profiles[name] = asyncio.get_running_loop().create_task(self._fetch_profile(name, catalog))
@@ -406,7 +406,7 @@ class ChunkStore:
             self.trouble.warn("the codec profile could not be fetched", error)
 
     async def play(self, key: str, positions: range | None = None) -> PlayedPrefix | None:
-        """Return a compressed cache, see `places`; None if it is missing or late. ``positions`` as for `find`."""
+        """Return a compressed cache, see `places`; None if it is missing or late. For ``positions`` see `find`."""
         loop, settings, text = asyncio.get_running_loop(), self._settings, self._text(key)
         due_s = loop.time() + settings.deadline_s
         found = await self.find(key, positions)
@@ -445,10 +445,10 @@ class ChunkStore:
         return self._settings.url is not None and await answers(self.client, self._settings.lookup_s)
 
     def put(self, key: str, kv: torch.Tensor, position: int | None = None) -> Future[int | None]:
-        """Publish a cache in the background; return its bytes, 0 if published before, None if not published.
+        """Publish a cache in the background; the result is its bytes, 0 if it was published before, None if it failed.
 
-        Thread-safe. ``kv``, [layer, K/V, head, token, dim], must not change before the future is done. AC tracks need
-        the ``position`` of the first token.
+        Thread-safe. Do not change ``kv``, [layer, K/V, head, token, dim], before the future is done. AC tracks need the
+        ``position`` of the first token.
         """
         done: Future[int | None] = Future()
         if self.publisher is None:
@@ -476,7 +476,7 @@ class ChunkStore:
         return done
 
     async def close(self) -> None:
-        """End all plays, and publish waiting caches."""
+        """End all plays and publish the waiting caches."""
         for task in self._profiles.values():
             task.cancel()
         if self._own_origin is not None:

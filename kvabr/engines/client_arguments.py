@@ -18,12 +18,12 @@ from kvabr.types.peer import TOKEN_VARIABLE, PeerOptions
 LOG = logging.getLogger("kvabr.engines")
 
 _MAX_WAITING = 1 << 16
-"""Plays that may wait; the engine limits its requests."""
+"""Maximum number of waiting plays."""
 
 
 @dataclass(frozen=True)
 class ClientArguments:
-    """Arguments of an engine's client; equal ones share a client in a player process."""
+    """Arguments of an engine's client. In a player process, engines with equal arguments share a client."""
 
     urls: tuple[str, ...]
     peer: PeerOptions
@@ -34,7 +34,7 @@ class ClientArguments:
     def of(cls, settings: EngineSettings) -> ClientArguments:
         """Return the arguments for an engine's settings and environment."""
         peer = settings.peer
-        if peer.token_file is None:  # a player process has another environment
+        if peer.token_file is None:  # a player process has another environment, so resolve the token here
             peer = replace(peer, token=os.environ.get(TOKEN_VARIABLE) or None)
         limits = Limits(
             memory_bytes=settings.store_mib << 20,
@@ -57,7 +57,7 @@ class ClientArguments:
         except KvabrError as error:
             if self.limits.disk is None:
                 raise
-            # Each rank is a process, and only one of them can lock the folder.
+            # Each rank is a process, and only one process can lock the folder.
             LOG.warning("fetched groups are cached in memory only: %s", error)
         return self._client(replace(self.limits, disk=None), metrics)
 

@@ -13,11 +13,11 @@ from kvabr.engines.settings import INSIDE, EngineSettings
 
 EngineClient = AsyncClient | RemoteClient
 Begin = Callable[[Callable[[EngineClient], Coroutine[Any, Any, None]]], object]
-"""Runs a coroutine of a client in the background."""
+"""Runs a coroutine of the client in the background."""
 
 
 def open_client(settings: EngineSettings) -> EngineClient:
-    """Return the client for an engine's settings, without dialling; raise `UsageError` for wrong ones."""
+    """Return the client for an engine's settings without connecting; raise `UsageError` for wrong settings."""
     arguments = ClientArguments.of(settings)
     if settings.player == INSIDE or not sys.platform.startswith("linux"):  # player processes need Linux
         return arguments.open()

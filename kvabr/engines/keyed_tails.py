@@ -1,7 +1,7 @@
-"""Tails of prompts that are cached under keys: the last tokens, computed with the question (`kvabr.abr.tail`).
+"""Tails for caches named by keys: the last tokens, which the engine computes with the question (`kvabr.abr.tail`).
 
-A tail reduces the reported number of cached keys. Repeated requests get the same answer, and the tails of all current
-requests fit into the engine's steps.
+To leave a tail to the engine, fewer cached keys are reported to it. Repeated requests get the same answer. The tails of
+all current requests fit into a step of the engine.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 
 _MAX_PROMISED, _PROMISED_S = 1 << 16, 60.0
-"""Limits of remembered promises: an engine repeats its request before it fetches."""
+"""Maximum number of promises to remember, and their lifetime in seconds."""
 
 
 class PromisedPlace(NamedTuple):
-    """Position of a cache in a prompt."""
+    """Position of a promised cache in its prompt."""
 
     following: int
-    """Tokens after it."""
+    """Number of tokens after the cache."""
     concurrent: int
-    """Caches fetched at the same time; they share one second of waiting."""
+    """Number of caches fetched at once; they share one deadline."""
 
 
 class KeyedTails:
     """Chooses tails for the requests of one engine, on one event loop."""
 
     def __init__(self, settings: EngineSettings, step_tokens: int, least: int) -> None:
-        """Start; an engine computes at most ``step_tokens`` per step, and fetches at least ``least``."""
+        """Create without tails. An engine computes up to ``step_tokens`` per step, and fetches at least ``least``."""
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
-        """Current tails: latest time of computation, and tokens."""
+        """Current tails, each with the latest time of its computation and its tokens."""
         self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MAX_PROMISED, _PROMISED_S)
 
     def place(self, key: str) -> PromisedPlace:
-        """Return the latest promised position of a cache; default: alone."""
+        """Return the last promised position of a cache; by default, one without following tokens."""
         return self._promised.get(key, PromisedPlace(0, 1))
 
     async def leading(
         self, client: EngineClient, keys: Sequence[str], found: Sequence[Catalog], *, following: int
     ) -> int:
-        """Return the number of found caches, in the prompt's order, for the engine to fetch.
+        """Return how many of the found caches, in the prompt's order, the engine should fetch.
 
         ``found`` has the catalogs of the first ``keys``; ``following`` is the number of tokens after all keys. Raise as
         `AsyncClient.tail_of`.
@@ -85,9 +85,9 @@ class KeyedTails:
 
 
 def as_one(found: Sequence[Catalog]) -> Catalog | None:
-    """Merge the catalogs of consecutive caches into one with a group per cache; None if they do not fit together.
+    """Merge catalogs of consecutive caches into one, with one group per cache; None if they are incompatible.
 
-    All but the last must have the same length.
+    All caches but the last must have the same length.
     """
     first, last, size = found[0], found[-1], found[0].tokens
     if any(each.tokens != size for each in found[:-1]) or last.tokens > size or not first.even:

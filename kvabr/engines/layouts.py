@@ -1,4 +1,4 @@
-"""Layouts of engines' KV caches, and conversion to and from kvabr's. Pure functions over tensors.
+"""Layouts of engines' KV caches, and their conversion to and from kvabr's layout. Pure functions over tensors.
 
 A paged engine has one tensor per layer, cut into numbered blocks.
 """
@@ -28,8 +28,8 @@ def keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of keys and values, [block, head, token, dim], of a layer's paged cache.
 
-    ``k_dim`` defaults to half of the dimensions. Raise `FormatError` for another shape, or a transposed cache that is
-    not contiguous or has keys and values of different dimensions.
+    ``k_dim`` defaults to half of the dimensions. Raise `FormatError` for another shape, or if a transposed cache is not
+    contiguous or its keys and values have different dimensions.
     """
     if cache.dim() != 4 or (k_dim is None and cache.shape[-1] % 2):
         raise FormatError(f"a paged cache is [block, head, token, 2 x dim], this one is {tuple(cache.shape)}")
@@ -55,7 +55,8 @@ def block_layers(
 ) -> BlockLayers:
     """Return the layers of a paged cache for decoding groups of ``dtype``; errors as `keys_and_values`.
 
-    ``split``: dimensions of keys and values. Different ones, and one vector per token, are one half.
+    ``split`` has the dimensions of keys and of values. If they differ, or for one vector per token, a layer has a
+    single view.
     """
     caches = [cache.view(dtype) if cache.dtype.itemsize == dtype.itemsize == 1 else cache for cache in caches]
     k_dim, v_dim = split
@@ -67,10 +68,10 @@ def block_layers(
 
 
 def head_shard(heads: int, rank: int, ranks: int) -> range:
-    """Return the KV heads, of ``heads``, in one rank of a tensor-parallel engine.
+    """Return the KV heads, out of ``heads``, that one rank of a tensor-parallel engine holds.
 
-    With more ranks than heads, each head is in several ranks. Raise `UsageError` if heads and ranks do not divide each
-    other, or for an unknown rank.
+    With more ranks than heads, several ranks hold each head. Raise `UsageError` for an unknown rank, or if neither
+    number divides the other.
     """
     if not 0 <= rank < ranks:
         raise UsageError(f"there is no rank {rank} among {ranks} tensor-parallel ranks")
@@ -82,12 +83,12 @@ def head_shard(heads: int, rank: int, ranks: int) -> range:
 
 
 def whole_blocks(tokens: int, block: int) -> int:
-    """Return the number of tokens in full blocks."""
+    """Return the number of tokens in full blocks of ``block`` tokens."""
     return tokens // block * block
 
 
 def check_block_size(block: int, group: int) -> None:
-    """Raise `UsageError` unless an engine's block size and a group size, in tokens, divide one another."""
+    """Raise `UsageError` unless an engine's block size divides the group size or vice versa, both in tokens."""
     if block <= 0 or (block % group and group % block):
         fitting = ", ".join(str(size) for size in (16, 32, 64, 128, 256) if not (size % group and group % size))
         raise UsageError(

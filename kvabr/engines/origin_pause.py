@@ -1,7 +1,8 @@
 """Pauses requests to a failed origin, so that they do not delay an engine.
 
-After a failure, requests pause for a growing time, and at least until the origin answers a probe. If a request had
-little time, or another was answered meanwhile, requests continue and a probe decides.
+After a failure, requests pause for a growing time, and at least until the origin answers a probe. If the failed request
+had little time, or another request was answered since it began, requests continue, and a probe decides whether to
+pause.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from kvabr.types.backoff import Backoff
 from kvabr.types.errors import KvabrError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Pause after a failure, doubled with each consecutive one."""
+"""First pause and maximum pause, in seconds; the pause doubles with each consecutive failure."""
 FAIR_S, FAIR_ROUND_TRIPS = 0.25, 4.0
-"""Minimum time of a request, in seconds and round trips, for its failure to count."""
+"""Minimum time limit, in seconds and in round trips, for a failed request to cause a pause by itself."""
 _PROBE_S = 1.0
 _NAPS_S = (0.1, 0.2, 0.4)
-"""Seconds between probes; the last one repeats."""
+"""Seconds between probes; the last value repeats."""
 
 
 class OriginPause:
@@ -39,15 +40,15 @@ class OriginPause:
         return self._silent or time.monotonic() < self._again_s
 
     def answered(self) -> None:
-        """Record an answered request."""
+        """Record that the origin answered a request."""
         self._again_s, self._answered_s = 0.0, time.monotonic()
         self._pauses.reset()
 
     def failed(self, began_s: float, *, within_s: float = FAIR_S, rtt_s: float = 0.0) -> float | None:
-        """Record a failed request; concurrent failures count as one. Return the seconds of a new pause, if any.
+        """Record a failed request; concurrent failures count as one. Return the seconds of a new pause, or None.
 
-        ``began_s`` is by `time.monotonic`. After a short ``within_s``, a pause begins only if a probe fails, too.
-        ``rtt_s`` is the round trip time to the origin; 0.0: unknown.
+        ``began_s`` is a time of `time.monotonic`. If the request's time limit ``within_s`` was short, a pause begins
+        only if a probe fails, too. ``rtt_s`` is the round trip time to the origin; 0.0: unknown.
         """
         if within_s < max(FAIR_S, FAIR_ROUND_TRIPS * rtt_s) or self._answered_s > began_s:
             if not (self._silent or self._probing):
@@ -73,7 +74,7 @@ class OriginPause:
     async def _until_it_answers(self, client: EngineClient) -> None:
         naps = iter(_NAPS_S)
         try:
-            while not await answers(client, _PROBE_S):  # noqa: ASYNC110  # nobody says when a peer is back
+            while not await answers(client, _PROBE_S):  # noqa: ASYNC110  # there is no event to wait for
                 await asyncio.sleep(next(naps, _NAPS_S[-1]))
         finally:
             self._silent = False

@@ -44,7 +44,7 @@ from kvabr.types.peer import PeerOptions
 
 _TROUBLE_EVERY_S = 60.0
 _TROUBLE_LOCK = threading.Lock()
-"""Held during a fork, so that no child inherits it locked."""
+"""Held during a fork, so that no child process inherits it locked."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_TROUBLE_LOCK.acquire, after_in_parent=_TROUBLE_LOCK.release, after_in_child=_TROUBLE_LOCK.release
@@ -151,7 +151,7 @@ class EngineSettings(SettingsTable):
     """Keys that every adapter understands."""
 
     plays: ClassVar[int] = 256
-    """Maximum number of concurrent plays."""
+    """Maximum concurrent plays."""
     queue: ClassVar[int] = 64
     """Caches that may wait to be published; more are dropped and counted."""
     tail: ClassVar[int] = DEFAULT_MAX_TAIL
@@ -262,7 +262,7 @@ class EngineSettings(SettingsTable):
         return sources
 
     def grouped(self, spec: KVSpec) -> KVSpec:
-        """Return ``spec`` with the configured group size."""
+        """Return ``spec`` with the configured group size, if any."""
         return spec if self.group_tokens is None else replace(spec, group_tokens=self.group_tokens)
 
     def generation(self, declared: Callable[[], str | None] = lambda: None) -> Generation:
@@ -284,13 +284,13 @@ class EngineSettings(SettingsTable):
 
 
 class TroubleLog:
-    """Logs the first trouble of each kind at once, and repetitions as one line per minute. Thread-safe."""
+    """Logs the first problem of each kind immediately, and repetitions as one line per minute. Thread-safe."""
 
     def __init__(self, log: logging.Logger, every_s: float = _TROUBLE_EVERY_S) -> None:
-        """Start without trouble; repetitions are summed up after ``every_s`` seconds."""
+        """Create a log without problems; repetitions are summarised every ``every_s`` seconds."""
         self._log, self._every_s = log, every_s
         self._again: dict[str, tuple[int, str]] = {}
-        """By kind: repetitions since the last line and the latest reason."""
+        """By kind: number of repetitions since the last line, and the latest reason."""
         self._timer: threading.Timer | None = None
 
     def warn(self, what: str, why: object) -> None:
@@ -302,7 +302,7 @@ class TroubleLog:
         with _TROUBLE_LOCK:
             first = what not in self._again
             self._again[what] = (0 if first else self._again[what][0] + 1, text)
-            # A timer does not survive a fork, and its thread is not alive in the child.
+            # A timer does not survive a fork: its thread is not alive in the child.
             if self._timer is None or not self._timer.is_alive():
                 self._begin()
         if first:
@@ -314,7 +314,7 @@ class TroubleLog:
         self._timer.start()
 
     def flush(self) -> None:
-        """Log repeated troubles, and forget the others."""
+        """Log repeated problems, and reset the kinds without repetitions."""
         with _TROUBLE_LOCK:
             again = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._again.items() if n]
             self._again = {kind: (0, last) for kind, (n, last) in self._again.items() if n}

@@ -2,8 +2,8 @@
 
 The digest (SHA-256) covers every byte of the files that an engine may load: weights in any format, configurations,
 indices, and code, but no tokenizers. A file is read again only if its size, times or inode differ from a record in the
-folder (``.kvabr-weights.json``), or in the user's cache directory if the folder is read-only. Concurrent processes,
-such as ranks, wait for the reading one.
+folder (``.kvabr-weights.json``), or in the user's cache directory if the folder is read-only. If several processes need
+the digest, such as ranks, one reads and the others wait.
 
 An operator may declare a name or version in ``kvabr-name.json`` in the folder: ``{"version": "2026-11"}`` replaces the
 digest, ``{"model": "assistant-1f0c2a3b"}`` the whole name.
@@ -37,7 +37,7 @@ from kvabr.types.naming import DIGITS, LOOSE, safe_name, with_facts
 LOG = logging.getLogger("kvabr.engines")
 
 Progress = Callable[[int, int], object]
-"""Takes the bytes read and all bytes; from any thread, a few times per second."""
+"""Called with the bytes read and all bytes, from any thread, a few times per second."""
 
 DECLARED = "kvabr-name.json"
 RECORD = ".kvabr-weights.json"
@@ -49,7 +49,7 @@ _THREADS = 16
 _MAX_RECORD_BYTES = 16 << 20
 _MAX_DECLARED_BYTES = 1 << 16
 _SETTLED_S = 2.0
-"""Seconds after which a file's times reliably show the next change, despite coarse clocks."""
+"""Seconds after which a file's times reliably reveal the next change, despite coarse clocks."""
 _REPORT_S = 0.2
 _LOG_S = 10.0
 
@@ -57,8 +57,8 @@ _LOG_S = 10.0
 def model_name(folder: Path, progress: Progress | None = None) -> str:
     """Return the name for caches of the model in a folder with a ``config.json``.
 
-    ``progress`` takes the progress of reading weights; None: it is logged. Raise `ModelError` if a file cannot be read
-    or changes meanwhile, or ``kvabr-name.json`` is malformed.
+    ``progress`` is called while weights are read; None: progress is logged. Raise `ModelError` if a file cannot be read
+    or changes while it is read, or if ``kvabr-name.json`` is malformed.
     """
     declared = _declared(folder)
     if "model" in declared:
@@ -75,7 +75,7 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
     known = _known(folder, found)
     if len(known) < len(found):
         with _locked(folder):
-            known = _known(folder, found)  # another process may have read it meanwhile
+            known = _known(folder, found)  # another process may have read the file in the meantime
             todo = [name for name in found if name not in known]
             if todo:
                 known |= _hashed(folder, todo, progress or _LogProgress(folder))
@@ -90,7 +90,7 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
 
 
 def local_folder(name: str, marker: str = "config.json") -> Path | None:
-    """Return a model's folder if an engine's name of it is a path with a ``marker`` file."""
+    """Return a model's folder if the engine's name for the model is a path with a ``marker`` file; else None."""
     with contextlib.suppress(OSError, ValueError):
         if (Path(name) / marker).is_file():
             return Path(name)
@@ -98,7 +98,7 @@ def local_folder(name: str, marker: str = "config.json") -> Path | None:
 
 
 def cached_folder(name: str, revision: str | None = None, *, marker: str = "config.json") -> Path | None:
-    """Return a model's folder on this machine: a path, or a snapshot in Hugging Face's cache; None without one.
+    """Return a model's folder: ``name`` itself, or a snapshot in Hugging Face's local cache; None if there is none.
 
     ``name`` is a folder with a ``marker`` file, or a repository such as ``org/model``; ``revision`` its branch, tag or
     commit, default ``main``.
@@ -222,7 +222,7 @@ class _Entry(NamedTuple):
 
 
 def _stamp(version: FileVersion) -> tuple[int, ...]:
-    """Return the identity of a file's content; without the device number, which differs between machines."""
+    """Return the identity of a file's content, without the device number, which differs between machines."""
     return version.inode, version.size, version.modified_ns, version.changed_ns
 
 

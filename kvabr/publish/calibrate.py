@@ -38,8 +38,8 @@ Progress = Callable[[str, int, int], None]
 def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int) -> list[tuple[str, Sequence[int]]]:
     """Cut evenly spaced, disjoint contexts of ``tokens`` ids out of tokenised texts.
 
-    ``contexts`` is approximate: texts count by length, and each gives at least one, shorter if the text is. Return
-    pairs of a text's name and ids; raise `UsageError` if all texts are empty.
+    ``contexts`` is approximate: longer texts give more contexts. Each text gives at least one context, which is shorter
+    if the text is. Return pairs of a text's name and ids; raise `UsageError` if all texts are empty.
     """
     sizes = {name: len(ids) for name, ids in texts.items() if ids}
     if not sizes:
@@ -56,7 +56,7 @@ def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int)
 
 
 def stages(spec: KVSpec, *, search: bool = False, gain: bool = False, by_layer: bool = False) -> tuple[str, ...]:
-    """Return the stages of `calibrate` in order; ``by_layer`` is for a `LayerEngine`."""
+    """Return the stages of `calibrate` in order. Pass ``by_layer`` for a `LayerEngine`."""
     names = spec.names if len(spec.classes) > 1 else ("",)
     first, last = ([_stage(name, stage) for name in names for stage in half] for half in (PASSES[:-2], PASSES[-2:]))
     chosen = [stage for stage, wanted in ((SEARCH, search), (GAINS, gain)) if wanted]
@@ -80,22 +80,23 @@ def calibrate(
     progress: Progress = lambda _stage, _done, _all: None,
     notify: Callable[[str], None] = lambda _line: None,
 ) -> list[Profile]:
-    """Return a profile of a model for every scale of the steps; only steps and tables differ between them.
+    """Return a model's profile for every scale of the steps. The profiles differ only in steps and tables.
 
     Args:
         model: the model with its tokenizer.
-        texts: by name; more diverse ones fit other texts better.
+        texts: texts by name; a diverse set gives profiles that fit other texts better.
         scales: factors of all steps.
         contexts: see `cut_contexts`.
         tokens: per context; default `CONTEXT_TOKENS` or the model's context.
         config: settings of the fit.
-        target: loss of one track on held-out contexts; as steps of a layer class scale together, other tracks change.
+        target: loss of one track to reach on held-out contexts. Steps of a layer class scale together, so the losses of
+            other tracks change as well.
         gain: choose gains of decoded values, see `kvabr.publish.target`; only for scale 1.
         progress: called after every step.
         notify: receives results as sentences.
 
     Raises:
-        UsageError: no text, contexts longer than the model's, or a target that cannot be met.
+        UsageError: no text, contexts longer than the model's context, or a target that cannot be reached.
         FormatError: a layer class without AC tracks.
         ModelError: weights, caches or outputs of the model are NaN.
         AssetError: not enough disk space for temporary files of caches and gradients.
@@ -135,7 +136,7 @@ def calibrate(
             ]
             if target is not None:
                 chosen = StepSearch(transforms, config, samples, target, partial(progress, SEARCH)).choose()
-                # Tracks share the class's steps; the ratio of keys to values is in the transform.
+                # All tracks use the class's steps; the transform contains the ratio of keys to values.
                 means = [math.exp(fmean(map(math.log, own))) for own in chosen.factors]
                 configs = [config.scaled(mean) for mean in means]
                 transforms = [

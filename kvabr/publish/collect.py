@@ -1,6 +1,6 @@
 """First half of a calibration: caches of texts and their gradients, in temporary files of 16-bit elements.
 
-Memory holds one context at a time (four with two threads), or one layer of it with a `LayerEngine`.
+Memory holds one context at a time (four with two threads), or one layer of a context with a `LayerEngine`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvabr.types.errors import AssetError, ModelError
 from kvabr.types.kv import KVSpec
 
 _SCORED_SHARE, _MEASURED_SHARE = 8, 4
-"""The last eighth of a context is scored for gradients: a quarter takes longer with equal results, a sixteenth loses
-more. Losses are measured on the last quarter, for precision.
+"""Gradients are scored on the last eighth of a context: a quarter takes longer with equal results, and a sixteenth
+loses more. Losses are measured on the last quarter, for precision.
 """
 _SNAPSHOTS = 8
-"""Parts of a context; states are snapshotted at the ends of all but the first."""
+"""Number of parts of a context; states are snapshotted at the ends of all parts but the first."""
 _GRADIENT_DTYPE = torch.bfloat16
 
 Cache = tuple[torch.Tensor, ...]
@@ -106,7 +106,7 @@ def collect(
 ) -> tuple[list[ClassFiles], list[HeldOutText]]:
     """Compute all caches; return files of caches and gradients, and the held-out contexts.
 
-    ``cuts`` are token ids, ``held`` the numbers of held-out contexts. Raise `ModelError` if weights, caches or outputs
+    ``cuts`` are token ids, ``held`` the indices of held-out contexts. Raise `ModelError` if weights, caches or outputs
     are NaN, `AssetError` if the disk is too small.
     """
     engine.check_weights()
@@ -189,7 +189,7 @@ def _differentiated(engine: CalibrationEngine, ids: Sequence[int], end: int, see
 
 
 def caches_of(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[Cache, Cache]:
-    """Return a context's cache, with snapshots of states, and the cache of its first ``end`` tokens."""
+    """Return a context's cache, with snapshots of states, and the cache of the context's first ``end`` tokens."""
     parts, total = engine.spec.parts, len(ids)
     states = [part.only.kind == "state" for part in parts]
     marks = {end, *(total * step // _SNAPSHOTS for step in range(2, _SNAPSHOTS))} if any(states) else ()

@@ -1,4 +1,4 @@
-"""Compares the tracks of an asset: a difference beyond the loss of a level is damage."""
+"""Compares the tracks of an asset. A difference larger than a codec's loss means damage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvabr.types.units import Unit
 
 _EXACT = ("Raw", "BF16", "FP16", "FP8", "Int8")
 _MAX_ERROR = 0.25
-"""Share of a group's largest magnitude; FP4, the coarsest, loses a fifth."""
+"""Maximum error, relative to a group's largest magnitude; FP4, the coarsest codec, loses a fifth."""
 
 
 def compare_tracks(asset: Asset) -> None:
-    """Decode every group on all tracks without a profile, and compare them with the most exact track.
+    """Decode every group on all tracks that need no profile, and compare these with the most exact track.
 
     Skip frames that this version cannot decode. Raise `AssetError` for an unreadable frame, `FormatError` for a track
     that differs.

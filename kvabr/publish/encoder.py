@@ -38,10 +38,10 @@ STAGES = ("prefill", "encode", "time", "answers", "measure", "tails", "groups", 
 """Stages of `publish`; steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
 
 ON_REQUEST = ("FP4",)
-"""Made only if named: Int4 is as small and loses half as much."""
+"""Tracks encoded only if named: FP4 is no smaller than Int4 and loses twice as much."""
 
 RAW = "Raw"
-"""Keeps the engine's elements; made by default if no other track is exact."""
+"""The track that keeps the engine's elements. It is a default if no other track is exact."""
 
 NO_SMALLER = ("FP16", "BF16", "FP8", "Int8")
 """Tracks at least as large as a quantised cache."""
@@ -59,12 +59,10 @@ class PassageBase:
     """[layer, K/V, head, token, dim] float32, keys before rotation."""
     notes: PassageNotes
     before: torch.Tensor
-    """Exact cache of a neutral text, before the passage when losses are measured: without attention sinks, a model is
-    broken.
-    """
+    """Exact cache of a neutral text, placed before the passage to measure losses."""
 
     def at(self, position: int, spec: KVSpec) -> torch.Tensor:
-        """Return the cache at a position of a prompt, in the engine's element type."""
+        """Return the cache rotated to a position in a prompt, in the engine's element type."""
         placed = self.kv.float().clone()
         placed[:, 0] = rotate(placed[:, 0], spec.rope, position)
         return placed.to(self.before.dtype)
@@ -73,7 +71,7 @@ class PassageBase:
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
     """Return the tracks in coding order, each after its base.
 
-    None means all for ``spec`` except `ON_REQUEST`. Raise `FormatError` for an unknown codec, `UsageError` for a
+    None means all tracks for ``spec`` except `ON_REQUEST`. Raise `FormatError` for an unknown codec, `UsageError` for a
     duplicate or a layer without its base.
     """
     if wanted is None:
@@ -102,8 +100,8 @@ def compute_cache(
 ) -> tuple[torch.Tensor, ...]:
     """Compute the exact cache of a prompt in pieces, in the engine's dtype.
 
-    Return one tensor per layer class of ``spec`` (default: the engine's), [layer, K/V, head, token, dim] of all tokens,
-    or of all snapshots of a state.
+    Return one tensor per layer class of ``spec`` (default: the engine's spec), [layer, K/V, head, token, dim] of all
+    tokens, or of all snapshots of a state.
     """
     total, parts = len(tokens), (spec or engine.spec).parts
     if not total:
@@ -165,32 +163,32 @@ def publish(
     progress: Progress = lambda _stage, _done, _all: None,
     notify: Callable[[str], None] = lambda _line: None,
 ) -> Catalog:
-    """Encode one prompt, measure or estimate its losses, and return its catalog with floats of six digits.
+    """Encode one prompt, measure or estimate its losses, and return its catalog; floats have six digits.
 
     Args:
         engine: the model.
         prompt: with its continuation.
         tracks: see `ordered_tracks`.
-        profile: None: a small one for this cache, published with it.
+        profile: codec profile; None: fit a small profile to this cache, and publish it with the asset.
         store: keeps frames and profile, and returns frames for measuring.
-        passage: the cache of a passage; None: the engine computes the prompt's.
+        passage: the cache of a passage; None: the engine computes the prompt's cache.
         group_tokens: tokens per group (default: the engine's).
-        snapshots_every: tokens between snapshots of a state, a multiple of the group's (default: the engine's).
+        snapshots_every: tokens between snapshots of a state, a multiple of the group size (default: the engine's).
         source: description for the catalog.
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not stored, so `Prompt.sealed` must tie the token
         ids
             to the catalog.
-        digest: kind of the frames' digests.
+        digest: kind of frame digests.
         questions: token ids, see `kvabr.publish.tails.questions`.
         max_passes: see `kvabr.publish.quality`.
-        time_engine: time a few prefills for the catalog's cost model.
-        estimate: makes a catalog with estimated losses; then no loss is measured. Not for passages.
+        time_engine: True to time a few prefills for the catalog's cost model.
+        estimate: builds a catalog with estimated losses; if given, no loss is measured. Not for passages.
         named: receives the prompt's digest before any computation; may raise to stop.
         progress: called after every step.
         notify: receives warnings as sentences.
 
     Raises:
-        ForeignError: another model's profile.
+        ForeignError: the profile is for another model.
         FormatError: an invalid group size or snapshot interval, tracks that cannot hold the cache, or a model without
             passages.
         NotFiniteError: NaN or infinity in the cache.
@@ -273,7 +271,7 @@ def publish(
         asked=tuple(map(six, measured.asked)),
     )
     if not catalog.every_token or passage is not None:
-        return catalog  # mixes recompute single groups
+        return catalog  # measuring mixes would recompute single groups
     mixes = measure_mixes(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
@@ -318,12 +316,12 @@ def published_spec(spec: KVSpec, group_tokens: int | None, snapshots_every: int 
 
 
 def needs_raw(spec: KVSpec) -> bool:
-    """Return True if only `RAW` is exact: for quantised caches and float32 states."""
+    """Return True if only `RAW` is exact, as for quantised caches and float32 states."""
     return any(each.scales is not None or (each.kind == "state" and each.dtype == "float32") for each in spec.classes)
 
 
 def redundant_tracks(spec: KVSpec | None) -> tuple[str, ...]:
-    """Return the tracks that are redundant for these layer classes (None: of 16 bits)."""
+    """Return the tracks that are redundant for the layer classes of ``spec`` (None: for 16-bit classes)."""
     if spec is None or not needs_raw(spec):
         return (RAW,)
     return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()

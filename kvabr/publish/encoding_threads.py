@@ -1,9 +1,10 @@
-"""The encoding threads, and the delay that they may cause to an engine.
+"""The encoding threads, and the limit of the delay that they cause to an engine.
 
-One thread has a low priority, but delays an engine with waiting threads on a loaded machine. The *patient* thread uses
-only idle processor time. Caches are encoded in the first, but during a prefill only while the `EncodingBudget` lasts,
-then in the second, which finishes its step at the first's priority after the prefill. If a process may not raise a
-priority again, the patient thread has the lowest regular one.
+The regular thread has a low priority, but on a loaded machine it still delays an engine with waiting threads. The
+*patient* thread uses only idle processor time. Caches are encoded in the regular thread. During a prefill, once the
+`EncodingBudget` is spent, they are encoded in the patient thread. When the prefill ends, the patient thread finishes
+its step at the regular thread's priority. If a process may not raise a priority again, the patient thread has the
+lowest regular priority.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from functools import cache
 import torch
 
 SHARE = 0.03
-"""Maximum delay of a prefill by encoding, as a share of its time."""
+"""Maximum delay of a prefill by encoding, as a fraction of its time."""
 _NICENESS, _PATIENT_NICENESS = 10, 19
-"""The second is for systems without idle priority."""
+"""Nice values of the two threads; the second is for systems without idle priority."""
 
 
 class EncodingBudget:
@@ -29,23 +30,23 @@ class EncodingBudget:
         self._share, self._taken_s, self._steps = share, 0.0, 0
 
     def spend(self, cpu_s: float, wall_s: float) -> None:
-        """Record one step: it delayed the engine by at most its processor time and its own waiting time."""
+        """Record one step. It delayed the engine by at most its processor time, and by at most its own waiting time."""
         self._taken_s += min(cpu_s, max(0.0, wall_s - cpu_s))
         self._steps += 1
 
     def allows(self, elapsed_s: float) -> bool:
-        """Return True if another average step fits at ``elapsed_s`` of the prefill."""
+        """Return True if another step of average length fits the budget ``elapsed_s`` after the prefill's start."""
         expected_s = self._taken_s / self._steps if self._steps else 0.0
         return self._taken_s + expected_s <= self._share * elapsed_s
 
 
 def encoding_thread(*, patient: bool = False) -> ThreadPoolExecutor:
-    """Return a low-priority thread with one core for torch."""
+    """Return an executor with one low-priority thread; torch uses one core in it."""
     threads = torch.get_num_threads()
     name, begin = ("kvabr-publish-idle", _be_patient) if patient else ("kvabr-publish", _be_nice)
     made = ThreadPoolExecutor(1, name, initializer=begin)
     made.submit(int).result()
-    _use(threads)  # also the default for new threads
+    _use(threads)  # new threads inherit this as their default
     return made
 
 
@@ -78,13 +79,13 @@ def _can_leave_idle_priority() -> bool:
 
 
 def yield_priority() -> None:
-    """Give this thread idle priority if `restore_priority` can undo it."""
+    """Give this thread idle priority, provided that `restore_priority` can undo it."""
     if _can_leave_idle_priority():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def restore_priority(thread: int) -> None:
-    """Restore a thread's usual priority, by native number."""
+    """Restore the usual priority of a thread, given by its native id."""
     if _can_leave_idle_priority():
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))

@@ -40,9 +40,9 @@ from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
 _TOKENS_PER_FINER, _MAX_FINER = 128, 4
-"""Prompt tokens per finely stored token at its end, and the latter's maximum: beyond it, layers save more per byte."""
+"""One in this many prompt tokens is stored with higher precision, at the prompt's end; and their maximum number."""
 _MAX_BATCH, _MAX_BATCH_ELEMENTS = 32, 1 << 28
-"""Groups encoded together on a GPU, and their elements at about 16 bytes each."""
+"""Maximum groups per batch on a GPU, and maximum elements, at about 16 bytes each."""
 
 
 @dataclass(slots=True)
@@ -67,12 +67,12 @@ class MemoryFrames:
 
 
 def finer_tokens(tokens: int) -> int:
-    """Return the number of last tokens of a cache that AC tracks store finer."""
+    """Return the number of a cache's last tokens that AC tracks store with higher precision."""
     return max(1, min(tokens // _TOKENS_PER_FINER, _MAX_FINER))
 
 
 def finer_in(first: int, end: int, tokens: int, limit: int | None = None) -> int:
-    """Return the number of tokens from ``first`` to ``end`` that AC tracks store finer; see `finer_tokens`."""
+    """Return how many of the `finer_tokens` are from ``first`` to ``end``."""
     limit = finer_tokens(tokens) if limit is None else limit
     return max(0, min(end - tokens + limit, end - first))
 
@@ -96,10 +96,11 @@ class FrameEncoder:
     ) -> None:
         """Prepare to encode ``tokens`` tokens with chained prompt digests ``chunks``.
 
-        ``tracks`` are as from `ordered_tracks`; ``profile`` is ignored unless one needs it; ``store`` keeps the frames,
-        with ``digest`` as kind of their digests; ``position`` is the tokens before the cache, or a passage's position
-        in `decode`; keys of a passage, with notes ``passage``, are not rotated. ``finer_end`` stores the last tokens
-        finer, for players without a tail; a longer prompt then differs in that group.
+        ``tracks`` are ordered as by `ordered_tracks`; ``profile`` is ignored unless one of them needs it. ``store``
+        keeps the frames; ``digest`` is the kind of their digests. ``position`` is the number of tokens before the
+        cache, or the position at which `decode` places a passage. ``passage`` has the notes of a passage, with
+        unrotated keys. ``finer_end`` stores the last tokens with higher precision, for players without a tail; the last
+        group is then no longer valid for longer prompts.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
@@ -110,7 +111,7 @@ class FrameEncoder:
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
         self.outliers: dict[str, int] = dict.fromkeys(tracks, 0)
-        """Tokens stored uncoded, see `Codec.outliers`."""
+        """Number of separately stored tokens by track, see `Codec.outliers`."""
         levels = [Level(track, refines=codec(track).refines) for track in tracks]
         digest_of_profile = None if self._profile is None else self._profile.digest
         plain = passage is None and not position and not finer_end
@@ -121,7 +122,8 @@ class FrameEncoder:
     ) -> None:
         """Encode every group on every track, groups in order.
 
-        ``cache`` has one tensor per layer class, [layer, K/V, head, token, dim]; a state's has rows of its snapshots.
+        ``cache`` has one tensor per layer class, [layer, K/V, head, token, dim]; a state's tensor has the rows of its
+        snapshots in place of tokens.
         """
         for tensor, part in zip(cache, self.spec.parts, strict=True):
             due = part.shape(cache_length(part, self.tokens))
@@ -139,12 +141,12 @@ class FrameEncoder:
 
     @property
     def together(self) -> int:
-        """Groups to encode together on a GPU."""
+        """Number of groups to encode in one batch on a GPU."""
         largest = max(part.group_tokens * part.elements_per_token for part in self.spec.parts)
         return max(1, min(_MAX_BATCH, _MAX_BATCH_ELEMENTS // largest))
 
     def encoders(self, groups: Iterable[tuple[int, torch.Tensor]]) -> Iterator[GroupEncoder]:
-        """Yield encoders of groups (units); groups on a GPU are encoded together beforehand."""
+        """Yield encoders of groups (units); groups on a GPU are first prepared in batches."""
         left = iter(groups)
         for group, kv in left:
             some = [self.group(group, kv)]
@@ -152,7 +154,7 @@ class FrameEncoder:
                 some += [self.group(*each) for each in islice(left, self.together - 1)]
                 _prepare([encoder for encoder in some if gpu.runs_on(encoder.kv.device)], self.tracks)
             while some:
-                yield some.pop(0)  # free each group once encoded
+                yield some.pop(0)  # frees each group once encoded
 
     def write_profile(self) -> None:
         """Write the codec profile, if a track needs it."""
@@ -164,9 +166,9 @@ class FrameEncoder:
         return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
 
     def take_over(self, asset: Asset, group: int, store: FrameStore) -> bool:
-        """Reuse a group of another estimated asset on all tracks; return False if it differs.
+        """Copy a group's frames on all tracks from another estimated asset; return False if the group differs.
 
-        Raise `AssetError` or `FormatError` for missing or damaged frames, before writing any.
+        Raise `AssetError` or `FormatError` for missing or damaged frames, before writing any frame.
         """
         catalog = asset.catalog
         same = self.spec.even_groups and catalog.estimated and catalog.spec.digest() == self.spec.digest()
@@ -192,7 +194,7 @@ class FrameEncoder:
         decode_group(frame, track, self._context(group), self.chunks[unit.chunk], unit.group, out, below)
 
     def decode_seconds(self, track: str) -> float:
-        """Return the median processor seconds to check and decode a full group on one thread."""
+        """Return the median processor time, in seconds, to check and decode a full group on one thread."""
         threads = torch.get_num_threads()
         sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
         groups = [group for group, size in enumerate(sizes) if size == max(sizes)][:_TIMED_GROUPS]
@@ -201,7 +203,7 @@ class FrameEncoder:
         times = []
         torch.set_num_threads(1)
         try:
-            self.decode(groups[0], track, out)  # builds tables that a player has by then
+            self.decode(groups[0], track, out)  # builds the tables, which a player has built by then
             for group in groups:
                 frame, below = self._read(group, track)
                 context, digest, unit = self._context(group), self.digests[track][group], self.units[group]
@@ -215,7 +217,7 @@ class FrameEncoder:
         return statistics.median(times)
 
     def spread(self, losses: Sequence[float]) -> tuple[float, ...]:
-        """Split the losses of token groups among their units by size."""
+        """Divide the loss of each token group among its units, in proportion to their size."""
         sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
         whole = [0] * len(self.chunks)
         for unit, size in zip(self.units, sizes, strict=True):
@@ -285,7 +287,7 @@ class FrameEncoder:
 
 
 class GroupEncoder:
-    """Encodes one group on its tracks, each after its base; shared work is done once."""
+    """Encodes one group on its tracks, each after its base; results that tracks share are computed once."""
 
     def __init__(
         self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
@@ -296,7 +298,7 @@ class GroupEncoder:
         self._payloads: dict[str, bytes] = {}
 
     def encode(self, track: str) -> None:
-        """Encode the group on a track, unless prepared, and write the frame."""
+        """Encode the group on a track, unless `make` did, and write the frame."""
         frames, unit, name = self._frames, self._frames.units[self._group], self.context.spec.track_name
         if track not in self._payloads:
             self.make(track)
@@ -308,7 +310,7 @@ class GroupEncoder:
         frames.bytes[track][self._group], frames.digests[track][self._group] = len(frame), digest
 
     def make(self, track: str) -> None:
-        """Encode the group for `encode`; raise `FormatError` if the track cannot hold its numbers."""
+        """Encode the group on a track without writing it; raise `FormatError` if the track cannot hold its numbers."""
         check_holds(track, self.context.spec, self._largest)
         unit, name = self._frames.units[self._group], self.context.spec.track_name
         for lower in _bases(track):
@@ -320,7 +322,7 @@ class GroupEncoder:
 
 
 def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
-    """Encode groups on GPUs together, on a low-priority stream after the current one."""
+    """Encode groups on GPUs in one batch, on a low-priority stream that starts after the current stream."""
     for device in {group.kv.device for group in groups}:
         own = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if own is not None:
@@ -342,7 +344,7 @@ def needs_profile(tracks: Sequence[str]) -> bool:
 def holding_tracks(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[float]) -> tuple[str, ...]:
     """Return the tracks that can hold a cache and have usable bases; raise `FormatError` if there are none.
 
-    ``magnitudes`` are the largest per layer class.
+    ``magnitudes`` has the largest magnitude of each layer class.
     """
     pairs = tuple(zip(spec.parts, magnitudes, strict=True))
     kept = {track for track in tracks if all(holds(track, part, limit) for part, limit in pairs)}

@@ -1,7 +1,7 @@
-"""The loss from joining passages, which their catalogs must state for a play to join them.
+"""The loss from joining passages. Players join only passages with this loss in their catalogs.
 
-It is the passage's own (`kvabr.publish.passages.fusion_losses`), which takes many prefills, or the model's for one way
-to compute passages: a file of `FusionLosses`, written by `kvabr calibrate --blend`.
+It is either measured for the passage (`kvabr.publish.passages.fusion_losses`), which takes many prefills, or for the
+model and one way to compute passages: a file of `FusionLosses`, written by `kvabr calibrate --blend`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ORDER = "spec", "base", "contexts", "losses", "method"
 
 @dataclass(frozen=True, slots=True)
 class FusionLosses:
-    """Loss that a passage adds to a joined prompt."""
+    """The loss that a passage adds to a joined prompt."""
 
     spec: KVSpec
     contexts: int
-    """Contexts of a mean; 0 otherwise."""
+    """Number of contexts of a mean cache; 0 for other caches."""
     losses: tuple[tuple[float, float], ...]
     method: str
     base: str = "mean"
@@ -40,7 +40,7 @@ class FusionLosses:
         PassageNotes(self.base, self.contexts, fusion=self.losses, method=self.method)
 
     def check(self, spec: KVSpec) -> FusionLosses:
-        """Return these losses; raise `ForeignError` if ``spec`` is of another model."""
+        """Return these losses; raise `ForeignError` if they are for another model than ``spec``."""
         if not self.spec.same_cache(spec):
             raise ForeignError(
                 f"these fusion losses are of {self.spec.title}, the passage is of {spec.title}; measure "
@@ -51,14 +51,14 @@ class FusionLosses:
     def notes(self, spec: KVSpec, base: str, contexts: int = 0) -> PassageNotes:
         """Return the notes of a passage with this base.
 
-        Raise `ForeignError` for losses of another model, `UsageError` for another base.
+        Raise `ForeignError` if these losses are for another model, `UsageError` if they are for another base.
         """
         self.check(spec)
         self.check_base(base, contexts)
         return PassageNotes(base, contexts, fusion=self.losses, method=self.method)
 
     def check_base(self, base: str, contexts: int = 0) -> None:
-        """Raise `UsageError` if these losses are of another base."""
+        """Raise `UsageError` if these losses are for another base."""
         if (base, contexts) != (self.base, self.contexts):
             raise UsageError(
                 f"these fusion losses are of passages computed as {_base_text(self.base, self.contexts)}, this "

@@ -1,7 +1,7 @@
-"""Publishes a cache during its prefill, so that players have most of it at the end.
+"""Publishes a cache during its prefill, so that players have most of it when the prefill ends.
 
 The served asset grows as the engine hands over its cache. A group of tokens is announced once its cheapest track is
-encoded; its other tracks follow when no group waits for its cheapest one.
+encoded; other tracks follow when no group waits for its cheapest track.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames,
 from kvabr.types.naming import LAYERS
 
 Pace = Sequence[float] | PrefillCost
-"""Seconds from the start of the prefill to each group of tokens, or the cost model."""
+"""Seconds from the start of the prefill until each group of tokens is computed, or the cost model."""
 
 _MAX_HELD = 4
-"""Units kept with their transformed numbers."""
+"""Maximum number of units with transformed numbers in memory."""
 
 
 class LivePublisher:
@@ -52,12 +52,12 @@ class LivePublisher:
         clock: Callable[[], float] = time.monotonic,
         on_announced: Callable[[PublishedFrames], object] = lambda _: None,
     ) -> None:
-        """Wrap a publisher into a folder, which also continues to publish finished caches.
+        """Wrap a publisher that writes to a folder; it also continues to publish finished caches.
 
-        ``edge`` are the tracks made while an asset grows (default: the AC layers, which suit slow links, else all); the
-        others follow at the end. ``share`` of a prefill's time is the maximum delay by encoding. ``on_announced``
-        receives every announcement, in an encoding thread. Raise `UsageError` without a folder, for unknown tracks, or
-        a share outside 0 to 1.
+        ``edge`` are the tracks to encode while an asset grows (default: the AC layers, which suit slow links, else
+        all); other tracks follow at the end. ``share`` is the maximum delay by encoding, as a fraction of a prefill's
+        time. ``on_announced`` receives every announcement, in an encoding thread. Raise `UsageError` without a folder,
+        for unknown tracks, or for a share outside 0 to 1.
         """
         offer, store = publisher.offer, publisher.store
         if not isinstance(store.store, LocalStore):
@@ -87,9 +87,9 @@ class LivePublisher:
     ) -> LiveSlot | PublishVerdict:
         """Announce the cache of a prompt when its prefill begins, or return why it cannot be published.
 
-        ``pace`` has the expected times of its groups; for ``salt`` see `kvabr.types.naming.chain`; ``model`` names the
-        model with an adapter; ``done`` receives the outcome, in an encoding thread. Raise `UsageError` for invalid
-        token ids, or a pace that does not fit their groups.
+        ``pace`` has the expected times of the groups; for ``salt`` see `kvabr.types.naming.chain`; ``model`` is the
+        name of a model with an adapter; ``done`` receives the outcome, in an encoding thread. Raise `UsageError` for
+        invalid token ids, or if ``pace`` has another number of groups.
         """
         slot = self.publisher.reserve(tokens, salt, model)
         if not isinstance(slot, Slot):
@@ -114,7 +114,7 @@ class LivePublisher:
         return LiveSlot(self.publisher, made)
 
     def close(self) -> None:
-        """End growing caches, and close the publisher; a no-op in a forked child."""
+        """End growing caches and close the publisher; do nothing in a forked child."""
         if not self.publisher.home.here:
             return
         for production in tuple(self._growing):
@@ -126,7 +126,7 @@ class LivePublisher:
 
 @dataclass(frozen=True, slots=True)
 class LiveSlot:
-    """A cache being computed. Thread-safe; methods return at once, and raise only `ForkedError`."""
+    """A cache that is being computed. Thread-safe. Methods return immediately, and raise only `ForkedError`."""
 
     publisher: Publisher
     production: LiveProduction
@@ -138,22 +138,22 @@ class LiveSlot:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return self.production.tokens
 
     def groups(self, first_token: int, kv: torch.Tensor | Sequence[torch.Tensor], tokens: int | None = None) -> None:
         """Hand over the cache of the next tokens, from ``first_token`` on.
 
-        ``kv`` has one tensor per layer class, [layer, K/V, head, token, dim] of any float dtype, never changed
-        afterwards; a state's has its snapshots within these tokens. ``tokens`` is required only for models with states
-        alone.
+        ``kv`` has one tensor per layer class, [layer, K/V, head, token, dim] of any float dtype; do not change it
+        afterwards. A state's tensor has the snapshots within these tokens. ``tokens`` is required only for models that
+        have only states.
         """
         self.publisher.home.check()
         self.production.append(first_token, (kv,) if isinstance(kv, torch.Tensor) else kv, tokens)
         self._wake()
 
     def end(self) -> None:
-        """End the cache; if tokens are missing, the asset is that of the shorter prompt."""
+        """End the cache. If tokens are missing, the asset is that of the shorter prompt."""
         self.publisher.home.check()
         self.production.end()
         self._wake()
@@ -161,7 +161,7 @@ class LiveSlot:
     def fail(self, reason: str) -> None:
         """End the cache early; the tokens so far become the asset of a shorter prompt.
 
-        After `end` or another `fail`, abandon the remaining work.
+        If called after `end` or another `fail`, abandon the remaining work.
         """
         self.publisher.home.check()
         self.production.fail(reason)
@@ -172,7 +172,7 @@ class LiveSlot:
 
 
 class TrackCosts:
-    """Processor time of encoding per element, by track."""
+    """Measured processor time of encoding, per element, by track."""
 
     def __init__(self) -> None:
         self._spent: dict[str, tuple[float, int]] = {}
@@ -198,7 +198,7 @@ class _Pending:
 
 
 class LiveProduction(Production):
-    """An asset that is played while it grows."""
+    """An asset that players can play while it grows."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class LiveProduction(Production):
 
     @property
     def _computed(self) -> bool:
-        """The engine may report the end later than the last tokens."""
+        """True if all tokens are computed, even if the engine has not reported the end."""
         return self._ended or self._pieces.tokens == self.tokens
 
     def patient(self) -> bool:
@@ -244,7 +244,7 @@ class LiveProduction(Production):
         return super().has_work() or (self.outcome is None and bool(self._layers))
 
     def step(self) -> None:
-        """Use all cores after the last token."""
+        """Encode on all cores after the last token, otherwise on one."""
         with encoding_on(len(os.sched_getaffinity(0)) if self._computed else None):
             super().step()
 
@@ -253,13 +253,13 @@ class LiveProduction(Production):
         return self._live_writer
 
     def _magnitudes(self) -> None:
-        """Announce all tracks: the asset ends before a group that one of them cannot hold."""
+        """Announce all tracks, or end the asset before a group that one of them cannot hold."""
 
     def _begin(self, frames: FrameEncoder) -> None:
         live = self._live(frames, self._tracks)
         alone = [track for track in live.catalog.tracks if track.refines is None]
         self._base = min(alone, key=lambda track: track.total_bytes).name
-        assert self._live_writer is not None  # noqa: S101  # made a moment ago
+        assert self._live_writer is not None  # noqa: S101  # created just before
         self._live_writer.begin_live(live)
 
     def _live(self, frames: FrameEncoder, tracks: Sequence[str]) -> LiveCatalog:
@@ -327,7 +327,7 @@ class LiveProduction(Production):
         }
 
     def _announce(self, message: EdgeMessage) -> None:
-        assert self._live_writer is not None  # noqa: S101  # `_begin` came first
+        assert self._live_writer is not None  # noqa: S101  # `_begin` was called first
         self._live_writer.announce(message)
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
@@ -344,7 +344,7 @@ class LiveProduction(Production):
             self._shorten(frames, reason)
         elif not self._replaces and AssetStore(self._store).has(
             self.chunks[-1]
-        ):  # a producer that did not see this one
+        ):  # a producer that did not see this asset
             self.close(PublishOutcome("known"))
         else:
             self._commit(frames, writer)
@@ -375,7 +375,7 @@ class LiveProduction(Production):
         return PublishOutcome(verdict, size, why, tokens, self._left_out, self._encoding_s, self._idle_s)
 
     def _discard(self, writer: LiveWriter, frames: FrameEncoder) -> None:
-        """Remove frames that were not announced: the disk may be full."""
+        """Remove frames that were not announced, since the disk may be full."""
         for unit in frames.units:
             if unit.chunk >= self._next:
                 for track in frames.tracks:

@@ -30,7 +30,7 @@ class ScoringClassEngine(ScoringEngine, ClassEngine, Protocol):
 
 
 def score_classes(engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
-    """Score a continuation with any engine, see `ScoringClassEngine.score_classes`."""
+    """Score a continuation with any engine; see `ScoringClassEngine.score_classes`."""
     if isinstance(engine, ScoringClassEngine):
         return engine.score_classes(kv, tokens)
     return engine.score(None if kv is None else kv[0], tokens)
@@ -38,16 +38,16 @@ def score_classes(engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, to
 
 @runtime_checkable
 class AnsweringEngine(ScoringEngine, Protocol):
-    """A scoring engine with its own, faster generation."""
+    """A scoring engine with a faster generation of its own."""
 
     def answer(self, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int) -> list[int]:
-        """Return the ``tokens`` most likely ids after a cache and a question."""
+        """Return the ``tokens`` most likely ids, one after the other, following a cache and a question."""
 
 
 def answer_of(
     engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int
 ) -> list[int]:
-    """Return any engine's answer to a question, see `AnsweringEngine.answer`."""
+    """Return an answer of ``tokens`` ids from any engine, see `AnsweringEngine.answer`."""
     if isinstance(engine, AnsweringEngine):
         return engine.answer(kv, question, tokens)
     said: list[int] = []
@@ -57,33 +57,33 @@ def answer_of(
 
 
 class CalibrationEngine(ScoringEngine, Protocol):
-    """An engine that can differentiate a continuation by its cache."""
+    """An engine that can differentiate the scores of a continuation with respect to its cache."""
 
     @property
     def context(self) -> int:
         """Context length in tokens."""
 
     def check_weights(self) -> None:
-        """Raise `ModelError`, naming the weights, if any in memory are NaN or infinite."""
+        """Raise `ModelError` with the names of weights in memory that are NaN or infinite, if any."""
 
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradient of the summed log-probability of sampled next tokens by a cache: float32, of its shapes.
+        """Return the gradient, with respect to a cache, of sampled tokens' log-probability sum: float32, same shapes.
 
-        Its expected square is the Fisher information, the growth of the KL divergence with an error. ``kv`` has one
-        tensor per layer class, [layer, K/V, head, token, dim], not modified; one token is sampled after each of
+        Its expected square is the Fisher information, which determines how the KL divergence grows with errors. ``kv``
+        has one tensor per layer class, [layer, K/V, head, token, dim], not modified; one token is sampled after each of
         ``tokens``.
         """
 
     def continue_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the KV of ``tokens`` after ``kv``, and the result of `gradient_classes`."""
+        """Return the cache of ``tokens`` after ``kv``, and the result of `gradient_classes`."""
 
     @property
     def concurrent(self) -> bool:
-        """True if two threads may compute at once, and are faster."""
+        """True if two threads may compute at once, and this is faster."""
 
 
 class LayerSink(Protocol):
@@ -96,12 +96,12 @@ class LayerSink(Protocol):
         """Return one layer of a context's cache without its scored tokens."""
 
     def put_gradient(self, context: int, layer: int, gradient: torch.Tensor) -> None:
-        """Store the gradient by the result of `kept`, float32."""
+        """Store the gradient with respect to the result of `kept`, float32."""
 
 
 @runtime_checkable
 class LayerEngine(CalibrationEngine, Protocol):
-    """An engine that holds one layer at a time, and runs all contexts layer by layer."""
+    """An engine that loads one layer at a time, and runs all contexts through it."""
 
     @property
     def layer_bytes(self) -> int:
@@ -117,10 +117,10 @@ class LayerEngine(CalibrationEngine, Protocol):
         sink: LayerSink,
         progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
     ) -> None:
-        """Compute the caches of contexts, and gradients as `gradient_classes`, seeded by the context's number.
+        """Compute the caches of contexts, and gradients as in `gradient_classes`; the seed is the context's number.
 
-        ``scored`` is the number of last tokens of each that are its continuation (0: no gradient). ``sink`` receives
-        the caches of all tokens, then gradients; ``progress`` the stages "forward" and "backward".
+        ``scored`` has the number of last tokens of each context that are its continuation (0: no gradient). ``sink``
+        receives the caches of all tokens, then gradients. ``progress`` receives the stages "forward" and "backward".
 
         Raises:
             ModelError: the tokens do not fit the model, or weights or outputs are not finite.
@@ -137,13 +137,13 @@ class TextModel(Protocol):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """Special tokens at the start of every prompt of this model, often none."""
+        """Special tokens at the start of every prompt of this model; often empty."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, without added ones."""
+        """Return the token ids of ``text``, without special tokens."""
 
 
 def opened(model: TextModel, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Prepend `TextModel.opening` once: without it, a model predicts worse and has other attention sinks."""
+    """Prepend `TextModel.opening` if it is missing."""
     opening = model.opening
     return tuple(tokens) if tuple(tokens[: len(opening)]) == opening else (*opening, *tokens)

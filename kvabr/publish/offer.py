@@ -26,12 +26,12 @@ from kvabr.types.passage import PassageNotes
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 CASTS = ("FP16", "BF16")
-"""Decode as fast as Raw."""
+"""Tracks that decode as fast as Raw."""
 
 _MAX_LAYER_LOSS = 0.9
 _LAST_GROUPS = 4
 _EVEN_SHARE = 0.05
-"""Share of the loss that is spread evenly over the groups."""
+"""Fraction of the loss that is spread evenly over the groups."""
 _MAX_NAMED = 64
 _FRAME_BYTES = 256
 
@@ -102,7 +102,7 @@ class TrackOffer:
     ) -> FrameEncoder:
         """Return an encoder of one cache.
 
-        A position of None excludes tracks with a profile, ``magnitudes`` tracks that cannot hold them.
+        A ``position`` of None excludes tracks with a profile. Tracks that cannot hold the ``magnitudes`` are excluded.
         """
         tracks = self.tracks
         if position is None:
@@ -122,7 +122,7 @@ class TrackOffer:
         )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:
-        """Return the catalog of encoded frames, or of the ``expected`` tracks of a cache to be encoded."""
+        """Return the catalog of encoded frames, or of the ``expected`` tracks of a cache that will be encoded."""
         spec, prior = self.spec, self.prior
         own, others = spec.largest, prior.spec.largest
         larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
@@ -130,7 +130,7 @@ class TrackOffer:
         for track in frames.tracks if expected is None else expected:
             losses[track] = self._losses(frames, track)
             if (base := codec(track).refines) is not None:
-                # A layer that seems to make a group worse would never be used.
+                # A layer that appeared to make a group worse would never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
                 losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
         return frames.catalog(
@@ -159,7 +159,7 @@ class TrackOffer:
             own = [index for index, unit in enumerate(frames.units) if unit.part == part]
             given = [loss for loss, unit in zip(theirs, prior.units, strict=True) if unit.part == part]
             if only.kind == "state":
-                made: Sequence[float] = [given[-1]] * len(own)  # a prompt needs one of them
+                made: Sequence[float] = [given[-1]] * len(own)  # a prompt needs one snapshot
             elif only.kind in ("full", "latent"):
                 made = expected_losses(given, len(own))
             else:  # in a window, the loss depends on the distance from the end
@@ -191,7 +191,7 @@ class TrackOffer:
 
 
 def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
-    """Return the losses of ``groups`` groups from those of another cache, with the same sum.
+    """Return estimated losses for ``groups`` groups, from the losses of another cache and with the same sum.
 
     The loss of a cache hardly grows with its length, and is mostly in its last groups and the first.
     """

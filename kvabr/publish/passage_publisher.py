@@ -23,15 +23,15 @@ def publish_passage(
     fusion: FusionLosses | None = None,
     salt: bytes = b"",
 ) -> Future[PublishOutcome]:
-    """Publish a passage: compute its cache now, after several texts, and encode it in the background.
+    """Publish a passage: compute its cache now, after several context texts, and encode it in the background.
 
     Args:
-        publisher: of this model's caches, see `kvabr.engines.transformers.cache_publisher`.
+        publisher: publishes this model's caches, see `kvabr.engines.transformers.cache_publisher`.
         model: see `kvabr.engines.transformers.model_loader.load_model`.
         tokens: ids of the passage, without special tokens at the start.
-        contexts: number of texts to average over; 0: compute it alone.
-        fusion: the model's loss from joining passages (`kvabr calibrate --blend`). Without it, a player computes the
-            passage unless it accepts any loss.
+        contexts: number of texts to average over; 0: compute the passage alone.
+        fusion: the model's loss from joining passages (`kvabr calibrate --blend`). Without it, only players that accept
+            any loss use the passage; others compute it.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:
@@ -39,8 +39,8 @@ def publish_passage(
 
     Raises:
         FormatError: the model cannot have passages.
-        ForeignError: the losses are of another model.
-        UsageError: invalid tokens, a passage too long for the model, or losses of another base.
+        ForeignError: the losses are for another model.
+        UsageError: invalid tokens, a passage too long for the model, or losses for another base.
     """
     engine, ids = model.engine, Passage(tuple(tokens)).ids
     check_movable(engine.spec)

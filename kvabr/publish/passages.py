@@ -1,4 +1,4 @@
-"""Caches of passages: computed alone, after a text, or as a mean over contexts; and the loss from joining them.
+"""Caches of passages, computed alone, after a text, or as a mean over contexts, and the loss from joining passages.
 
 The mean is closer to the cache after any text than a cache computed alone: it has no attention sinks at its first
 tokens, and the influence of single contexts averages out. All caches here are position-free: [layer, K/V, head, token,
@@ -23,7 +23,7 @@ from kvabr.types.kv import KVSpec
 
 NEUTRAL = "The following passages may help to answer the question that comes after them.\n\n"
 CONTEXTS = 4
-"""The neutral text, and three pieces of other texts."""
+"""Default number of contexts: the neutral text, and three pieces of other texts."""
 CONTEXT_TOKENS = 96
 
 
@@ -58,7 +58,7 @@ def mean_cache(
 def contexts_for(model: TextModel, texts: Mapping[str, str], count: int = CONTEXTS, seed: int = 0) -> list[list[int]]:
     """Return contexts for computing passages: a neutral text, then pieces of ``texts`` in turn.
 
-    The texts must not be those of the passages; other seeds give held-out contexts.
+    ``texts`` must not contain the passages; other seeds give held-out contexts.
     """
     dice = random.Random(seed)  # noqa: S311 - reproducible, not secret
     out = [list(opened(model, model.encode(NEUTRAL)))] if count else []
@@ -66,7 +66,7 @@ def contexts_for(model: TextModel, texts: Mapping[str, str], count: int = CONTEX
     dice.shuffle(names)
     while len(out) < count:
         text = texts[names[len(out) % len(names)]]
-        # Tokens are counted after the cut, from more characters than needed.
+        # Cut more characters than needed, and count tokens afterwards.
         at = dice.randrange(max(1, len(text) - 16 * CONTEXT_TOKENS))
         ids = model.encode(text[at : at + 16 * CONTEXT_TOKENS])[:CONTEXT_TOKENS]
         if not ids:
@@ -76,21 +76,21 @@ def contexts_for(model: TextModel, texts: Mapping[str, str], count: int = CONTEX
 
 
 def unrotated(kv: torch.Tensor, spec: KVSpec, first_token: int) -> torch.Tensor:
-    """Return a cache from position ``first_token`` on without its rotation, float32."""
+    """Undo the rotation of a cache that starts at position ``first_token``; return float32."""
     kv = kv.to(torch.float32, copy=True)
     kv[:, 0] = rotate(kv[:, 0], spec.rope, first_token, undo=True)
     return kv
 
 
 def joined(parts: Sequence[torch.Tensor], spec: KVSpec, first_token: int = 0) -> torch.Tensor:
-    """Join position-free caches, rotated to positions from ``first_token`` on."""
+    """Join position-free caches, and rotate them to consecutive positions from ``first_token`` on."""
     kv = torch.cat(list(parts), dim=3)
     kv[:, 0] = rotate(kv[:, 0], spec.rope, first_token)
     return kv
 
 
 def fisher(engine: CalibrationEngine, kv: torch.Tensor, continuation: Sequence[int], draws: int = 1) -> torch.Tensor:
-    """Return the mean squared gradient of a continuation's outputs by a cache."""
+    """Return the mean squared gradient of a continuation's outputs with respect to a cache."""
     total = torch.zeros(kv.shape)
     for seed in range(draws):
         total += engine.gradient_classes((kv,), continuation, seed)[0].cpu() ** 2
@@ -98,9 +98,9 @@ def fisher(engine: CalibrationEngine, kv: torch.Tensor, continuation: Sequence[i
 
 
 def token_costs(engine: CalibrationEngine, kv: torch.Tensor, other: torch.Tensor, tail: Sequence[int]) -> torch.Tensor:
-    """Return the cost of each token's error in ``other`` against the exact cache ``kv``, [token] float32.
+    """Return the cost of each token's error in ``other`` compared with the exact cache ``kv``, [token] float32.
 
-    This is the squared error, weighted by the Fisher information of the following tokens ``tail``.
+    The cost is the squared error, weighted by the Fisher information of the following tokens ``tail``.
     """
     costs: torch.Tensor = (fisher(engine, kv, tail) * (kv.float() - other.float()) ** 2).sum(dim=(0, 1, 2, 4))
     return costs
@@ -115,7 +115,8 @@ def publisher_order(
 ) -> bytes:
     """Return the rank of each token, 0 (first) to 255, for recomputing a passage if the question is unknown.
 
-    Errors of the position-free cache ``base`` are measured after held-out ``contexts``, by the outputs of ``tail``.
+    Errors of the position-free cache ``base`` are measured after held-out ``contexts``, by their effect on the outputs
+    of ``tail``.
     """
     cost = torch.zeros(len(ids))
     for before in contexts:
@@ -139,7 +140,7 @@ def fusion_losses(
     order: bytes | None = None,
     question: int = 16,
 ) -> tuple[tuple[float, float], ...]:
-    """Measure the loss of a passage's position-free cache after held-out contexts, for shares of recomputed tokens.
+    """Measure the loss of a passage's position-free cache after held-out contexts, by share of recomputed tokens.
 
     The first ``question`` ids of ``tail``, which follow the passage, select the tokens, with the publisher's ``order``
     if the selector needs it. Return (share, loss) pairs: KL against the full prefill over the rest of the tail, nats
@@ -167,7 +168,7 @@ def fusion_losses(
 
 
 def _with_tail(engine: Engine, kv: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
-    """Append all tokens of a question but the last, which is scored."""
+    """Append the cache of all tokens of a question except the last, which is scored."""
     if len(asked) < 2:
         return kv
     return torch.cat((kv, engine.prefill(asked[:-1], kv).to(kv.dtype)), dim=3)

@@ -1,6 +1,6 @@
 """The production of one asset: an engine hands over runs of tokens, and a thread encodes them step by step.
 
-A `Production` writes an asset that appears at the end; for one that players can follow see
+The asset of a `Production` appears when complete. For assets that players can follow while they grow, see
 `kvabr.publish.live_publisher`.
 """
 
@@ -39,19 +39,19 @@ class PublishOutcome:
     bytes: int = 0
     why: str = ""
     tokens: int = 0
-    """Tokens of the cache; after a failure, of the shorter prompt that remains."""
+    """Number of tokens of the cache; after a failure, that of the shorter prompt that remains."""
     left_out: int = 0
-    """Frames announced only after the last token because encoding was too slow."""
+    """Number of frames announced only after the last token, because encoding was too slow."""
     encoding_s: float = 0.0
-    """Processor time until the last token."""
+    """Processor time of encoding until the last token, seconds."""
     idle_s: float = 0.0
-    """The part of `encoding_s` at idle priority."""
+    """The part of `encoding_s` that was spent at idle priority, seconds."""
     not_finite: bool = False
-    """Failed because of NaN or infinity in the cache."""
+    """True if publishing failed because of NaN or infinity in the cache."""
 
 
 class Production:
-    """One asset in production. `append`, `end` and `fail` are thread-safe and return at once."""
+    """One asset in production. `append`, `end` and `fail` are thread-safe and return immediately."""
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class Production:
     ) -> None:
         """Create a production without tokens.
 
-        ``position`` and ``passage`` are as in `Publisher.reserve_named` and `reserve_passage`; ``prompt`` is kept with
-        the asset. The first step calls ``make_writer``, and ``begun``, which returns an asset with the same beginning
-        and the number of groups to copy from it. ``done`` receives the outcome.
+        ``position`` and ``passage`` are as in `Publisher.reserve_named` and `reserve_passage`; ``prompt`` is stored
+        with the asset. The first step calls ``make_writer`` and ``begun``; the latter returns an asset with the same
+        prefix, and the number of groups to copy from it. ``done`` receives the outcome.
         """
         self.offer, self.chunks, self.tokens, self.done = offer, tuple(chunks), tokens, done
         self.lock = threading.Lock()
         self.outcome: PublishOutcome | None = None
         self.published: str | None = None
         self.waits_for: bool | None = None
-        """Queue of the next step: patient or not; None: not queued. Guarded by `lock`."""
+        """Queue of the next step: True: patient thread; False: regular thread; None: not queued. Guarded by `lock`."""
         self.stepping = False
         self.patient_thread: int | None = None
-        """Native number of the patient thread in a step. Guarded by `lock`."""
+        """Native id of the patient thread while it runs a step. Guarded by `lock`."""
         self._make_writer, self._position, self._passage = make_writer, position, passage
         self._prompt, self._begun = prompt, begun
         self._stack = contextlib.ExitStack()
@@ -100,7 +100,7 @@ class Production:
     # ------------------------------------------------------- any thread
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None = None) -> None:
-        """Queue the cache of the next tokens; publishing fails if it is malformed.
+        """Queue the cache of the next tokens. If it is malformed, publishing fails.
 
         See `LiveSlot.groups`; ``kv`` always has one tensor per layer class.
         """
@@ -121,11 +121,11 @@ class Production:
 
     @property
     def ended(self) -> bool:
-        """True if no further tokens follow."""
+        """True if no tokens will follow."""
         return self._ended
 
     def fail(self, reason: str) -> None:
-        """End the cache early with a reason; after `end` or another `fail`, abandon the remaining work."""
+        """End the cache early with a reason; if called after `end` or another `fail`, abandon the remaining work."""
         with self.lock:
             self._full_speed = self._ended
             self._ended, self._reason = True, self._reason or reason or "given up"
@@ -141,10 +141,10 @@ class Production:
     # ------------------------------------------------------- the encoding threads, one at a time
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
-        """Record the times of a step."""
+        """Record the processor time and the elapsed time of a step."""
 
     def step(self) -> None:
-        """Do one group's work, and set the outcome at the end; never raise."""
+        """Encode one group, and set the outcome at the end. Never raises."""
         try:
             self._step()
         except KvabrError as error:
@@ -248,12 +248,12 @@ class _Pieces:
 
     @property
     def device(self) -> torch.device:
-        """Device of the pieces, usually the same for all."""
+        """Device of the first piece."""
         return next((held[0][1].device for held in self._held if held), torch.device("cpu"))
 
     @property
     def whole(self) -> int:
-        """Complete groups of tokens."""
+        """Number of complete groups of tokens."""
         return len(self._units) if self.tokens == self._all else self.tokens // self._spec.group_tokens
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None) -> None:
@@ -290,7 +290,7 @@ class _Pieces:
         return [max((largest(kv, part, at) for at, kv in held), default=0.0) for part, held in pairs]
 
     def lag(self, chunk: int) -> int:
-        """Return the runs received after a group was complete."""
+        """Return the number of runs received since a group was complete."""
         end = min((chunk + 1) * self._spec.group_tokens, self._all)
         return sum(last >= end for last in self._runs) - 1
 

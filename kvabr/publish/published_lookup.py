@@ -1,7 +1,8 @@
-"""Looks up whether a store has an undamaged asset, without making an engine wait for a slow store.
+"""Looks up whether a store has an undamaged asset, without blocking an engine on a slow store.
 
-An asset that is computed again is checked (all parts present; in a folder also every byte), and replaced if damaged.
-Checks run at most hourly per asset, one at a time, at a low priority; until then an asset counts as undamaged.
+If a cache is computed again, its published asset is checked (all parts present; in a folder also every byte), and
+replaced if damaged. Checks run at most hourly per asset, one at a time, at a low priority. An unchecked asset counts as
+undamaged.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from kvabr.types.errors import KvabrError
 
 WAIT_S = 0.5
 CHECK_S = 0.03
-"""Additional time limit of a check; a later result counts for the next lookup."""
+"""Additional time limit of a check, seconds; a later result is used for the next lookup."""
 PAUSE_S = 5.0
-"""Pause after a store that did not answer in time, seconds."""
+"""Pause after a store did not answer in time, seconds."""
 
 
 class PublishedLookup:
@@ -44,9 +45,9 @@ class PublishedLookup:
     ) -> None:
         """Create a lookup; the functions may block.
 
-        ``published`` returns whether the store has an asset, and may raise `KvabrError`; ``touch`` notes its use after
-        the answer; ``sound`` returns False for a damaged asset, within ``check_s``. A late answer or error causes a
-        pause.
+        ``published`` returns True if the store has an asset, and may raise `KvabrError`. ``sound`` returns False for a
+        damaged asset; its result counts if it arrives within ``check_s``. ``touch`` records the use of an asset.
+        Lookups pause after a late answer or an error.
         """
         self._published, self._touch = published, touch
         self._sound, self._wait_s, self._check_s, self._pause_s = sound, wait_s, check_s, pause_s
@@ -55,7 +56,7 @@ class PublishedLookup:
         self._lock = threading.Lock()
 
     def exists(self, name: str) -> bool | None:
-        """Return whether the store has an undamaged asset of this name; None without a timely answer."""
+        """Return True if the store has an undamaged asset of this name, False if not, None without a timely answer."""
         with self._lock:
             waits = self._late is not None and self._late.is_alive()
             if waits or time.monotonic() < self._again_s:
@@ -78,7 +79,7 @@ class PublishedLookup:
     def _look(self, name: str, answer: SimpleQueue[bool | None]) -> None:
         try:
             found = self._published(name)
-        except KvabrError:  # for instance an unmounted share or a forbidden folder; the engine continues
+        except KvabrError:  # for instance an unmounted share, or a folder without permission; the engine continues
             answer.put(None)
             return
         answer.put(found)
@@ -136,7 +137,7 @@ class SoundAssets:
             return name in self._damaged
 
     def replaced(self, name: str) -> None:
-        """Note that an asset was published again."""
+        """Record that an asset was published again."""
         with self._lock:
             self._damaged.pop(name, None)
 

@@ -1,6 +1,6 @@
 """Publishes caches that an engine computed, in the background, with estimated losses (`kvabr.publish.offer`).
 
-Caches are dropped rather than delaying the engine.
+If encoding is too slow, caches are dropped rather than delaying the engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvabr.types.passage import PassageNotes, passage_chain
 _log = logging.getLogger(__name__)
 
 _MAX_GROUPS = 1 << 18
-"""Group digests remembered, about 60 MB."""
+"""Maximum group digests to remember, about 60 MB."""
 
 __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profile", "with_heads", "with_layers"]
 
@@ -60,13 +60,14 @@ class Publisher:
         digest: str = SHA256,
         keep_tokens: bool = False,
     ) -> None:
-        """Open the store, a folder or a URL, and start.
+        """Open the store (a folder or a URL) and start the threads.
 
-        Losses and decode times are estimated from ``prior``, ideally of the same model. ``tracks`` are names in it, or
-        Raw (default: FP16, Int8, Int4, with a profile the AC layers; Raw in place of larger tracks for a quantised
-        cache, and for float32 states). At most ``queue`` caches wait or are in work, all in memory. For ``max_bytes``
-        of engine assets in a folder see `kvabr.store.quota`. ``keep_tokens`` stores the token ids of prompts without
-        salt, for KV events; folders only. Raise `ForeignError` for another model's profile.
+        Losses and decode times are estimated from ``prior``, ideally a catalog of the same model. ``tracks`` are tracks
+        of ``prior``, or Raw. The default is FP16, Int8, Int4, and with a profile the AC layers; Raw replaces larger
+        tracks for a quantised cache and for float32 states. At most ``queue`` caches wait or are being encoded, all in
+        memory. ``max_bytes`` limits engine assets in a folder, see `kvabr.store.quota`. ``keep_tokens`` stores the
+        token ids of prompts without salt, for KV events; folders only. Raise `ForeignError` if the profile is for
+        another model.
         """
         if queue < 1:
             raise UsageError(f"queue must be at least 1, got {queue}")
@@ -82,7 +83,7 @@ class Publisher:
                 raise
             _log.warning(
                 "kvabr: %s; publishing starts when the store answers", error
-            )  # each asset's writer tries again
+            )  # the writer of each asset tries again
         self._quota: FolderQuota | None = None
         if max_bytes is not None:
             if self._folder is None:
@@ -100,13 +101,13 @@ class Publisher:
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
         self._closed, self._keep_tokens = False, keep_tokens
         self.not_finite = 0
-        """Caches refused for NaN or infinity."""
+        """Number of caches refused because of NaN or infinity."""
 
     def reserve(self, tokens: Sequence[int], salt: bytes = b"", model: str | None = None) -> Slot | PublishVerdict:
-        """Return a slot for a future cache of these tokens, or the reason for none; block half a second at most.
+        """Return a slot for a future cache of these tokens, or why there is none; block for at most half a second.
 
-        ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`; ``model`` names the model with an adapter. Raise
-        `UsageError` for invalid token ids.
+        ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`; ``model`` is the name of a model with an adapter.
+        Raise `UsageError` for invalid token ids.
         """
         spec, model = self.offer.spec, model or self.offer.spec.model
         chunks = chain(tokens, model=model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
@@ -130,7 +131,7 @@ class Publisher:
         return replace(slot, passage=notes) if isinstance(slot, Slot) else slot
 
     def reserve_named(self, chunks: Sequence[str], tokens: int, position: int | None = 0) -> Slot | PublishVerdict:
-        """Reserve a slot by group digests of 64 hex digits each; the last one names the asset.
+        """Reserve a slot by group digests, 64 hex digits each; the last digest is the asset's name.
 
         A ``position`` of None (unknown) excludes tracks with a profile, which undo the rotary embedding.
         """
@@ -159,12 +160,12 @@ class Publisher:
         return Slot(self, tuple(chunks), tokens, position, replaces=self._sound.is_damaged(name))
 
     def prepare(self) -> None:
-        """Compute the tables of the first group in advance."""
+        """Compute the tables for encoding in advance, instead of with the first group."""
         self.home.check()
         self._thread.submit(self.offer.prepare)
 
     def close(self) -> None:
-        """Publish all waiting caches, then end; a no-op in a forked child."""
+        """Publish all waiting caches, then end; do nothing in a forked child."""
         if not self.home.here:
             return
         self._closed = True
@@ -201,16 +202,16 @@ class Publisher:
         self.wake(made)
 
     def _published_prefix(self, chunks: Sequence[str]) -> tuple[Asset, int] | None:
-        """Return the asset published here that shares the most groups, so that conversations are encoded once."""
+        """Return the local asset with the longest common prefix, and the number of common groups, to copy these."""
         if self._folder is None:
-            return None  # reading groups from a bucket is slower than encoding them
+            return None  # reading groups from a bucket is slower than encoding again
         with self._lock:
             found = ((self._longest.get(chunks[shared - 1]), shared) for shared in range(len(chunks), 0, -1))
             name, shared = next((pair for pair in found if pair[0] is not None), (None, 0))
         return None if name is None else (self.store.open(name), shared)
 
     def wake(self, production: Production) -> None:
-        """Schedule the next step of a cache, if it has work."""
+        """Schedule the next step of a cache that has work."""
         with production.lock:
             if not production.has_work():
                 return
@@ -221,7 +222,7 @@ class Publisher:
                 return
             if production.waits_for in (patient, False):
                 return
-            production.waits_for = patient  # voids an entry in the patient thread's queue
+            production.waits_for = patient  # invalidates an entry in the patient thread's queue
         try:
             self._submit(production, patient)
         except RuntimeError:
@@ -281,7 +282,7 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A reservation for one cache: `fill` or `leave` it."""
+    """A reservation for one cache: call `fill` or `leave`."""
 
     publisher: Publisher
     chunks: tuple[str, ...]
@@ -290,7 +291,7 @@ class Slot:
     passage: PassageNotes | None = None
     model: str | None = None
     replaces: bool = False
-    """A damaged asset."""
+    """True if the cache replaces a damaged asset."""
     prompt: Prompt | None = None
 
     @property
@@ -298,14 +299,14 @@ class Slot:
         return self.publisher.offer if self.model is None else self.publisher.offer.named(self.model)
 
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
-        """Publish a cache, one tensor [layer, K/V, head, token, dim] per layer class, never changed afterwards.
+        """Publish a cache, one tensor [layer, K/V, head, token, dim] per layer class; do not change it afterwards.
 
         ``done`` receives the outcome, in an encoding thread.
         """
         self.publisher._fill(self, (kv,) if isinstance(kv, torch.Tensor) else kv, done)  # noqa: SLF001  # its own
 
     def leave(self) -> None:
-        """Release the reservation unused."""
+        """Release the reservation without using it."""
         self.publisher._release(self.chunks[-1])  # noqa: SLF001  # its own
 
 
@@ -321,9 +322,9 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:
-    """Return the spec, under its own name, of some heads' cache, or the spec itself if these are all.
+    """Return the spec, with the same name, of a cache of some heads; the spec itself if these are all heads.
 
-    ``heads`` has one range per layer class, or one for all.
+    ``heads`` has one range per layer class, or is one range for all.
     """
     parts = (heads,) * len(spec.classes) if isinstance(heads, range) else tuple(heads)
     if all(len(part) == one.heads for part, one in zip(parts, spec.classes, strict=True)):
@@ -334,7 +335,7 @@ def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:
 
 
 def with_layers(spec: KVSpec, layers: range) -> KVSpec:
-    """Return the spec, under its own name, of consecutive layers from 0, or the spec itself if these are all."""
+    """Return the spec, with the same name, of the first layers of a cache; the spec itself if these are all layers."""
     if layers == range(1 + max(each.layers[-1] for each in spec.classes)):
         return spec
     own = [one for each in spec.classes if (one := each.of_layers(layers)) is not None]

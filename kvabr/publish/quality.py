@@ -1,13 +1,15 @@
 """Expected loss of every group on every track, measured with the model.
 
-For every track, the continuation is scored after the whole decoded cache; the loss is `Quality.loss`, which weights the
-first tokens more. For a few tracks, one group at a time is then replaced in the exact cache, with the same weights: the
-KL over all tokens alone would underrate the last groups, and double the loss of caches with a better end. Coding noise
-is nearly independent across groups and KL is quadratic in small noise, so these losses nearly add up (SmolLM2: to 0.75
-to 1.3 of the whole cache's loss for 3 and 4 bits, to half for AC-L0); they are scaled to the track's loss. Other tracks
-take the shares of the track with the nearest KL. `kvabr.publish.tails` measures the loss after a tail.
+For every track, the continuation is scored after the whole decoded cache. The loss is `Quality.loss`, which gives more
+weight to the first tokens: the plain KL over all tokens would underrate the last groups, and double the loss of caches
+with a better end. For a few tracks, one group at a time is then replaced in the exact cache. Coding noise is nearly
+independent across groups, and KL is quadratic in small noise, so these losses nearly add up (SmolLM2: to 0.75 to 1.3 of
+the whole cache's loss for 3 and 4 bits, to half for AC-L0); they are scaled to the track's loss. For other tracks, the
+loss is divided among groups like that of the track with the nearest KL. `kvabr.publish.tails` measures the loss after a
+tail.
 
-Finally a few mixed caches, as plays produce, are scored; the catalog lists their predicted and measured losses.
+Finally, a few caches of mixed tracks, like those that plays produce, are scored; the catalog lists their predicted and
+measured losses.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
 
 MAX_PASSES = 192
-"""Forward passes for attribution, beyond one per track: enough for four tracks of 48 groups."""
+"""Maximum forward passes to attribute losses to groups, beyond one per track."""
 
 MIN_UNITS = 16
 
 NOISE_FLOOR = 1e-4
-"""KL below which single groups are not measured."""
+"""Groups of a track with a KL below this are not measured one by one."""
 
 _ATTRIBUTED = 64
-"""Scored tokens for single groups: the first ones bear most of the loss."""
+"""Number of tokens scored for single groups: the first tokens have most of the loss."""
 _MIN_SHARE = 0.01
-"""Share of a loss that is spread evenly: one continuation may ignore a group by chance."""
+"""Fraction of a loss that is spread evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Measured:
 
     quality: Mapping[str, Quality]
     loss: Mapping[str, tuple[float, ...]]
-    """Loss by track and group, nats per token; sums to `Quality.loss`."""
+    """Loss by track and group, nats per token; a track's losses sum to `Quality.loss`."""
     method: str
     tails: Mapping[str, tuple[TailLoss, ...]]
     asked: tuple[float, ...]
@@ -70,12 +72,12 @@ def measure_quality(
     meter: TailMeter | None = None,
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
 ) -> Measured:
-    """Measure whole tracks and single groups, and attribute the loss; groups outside attention lose 0.
+    """Measure whole tracks and single groups, and attribute losses to groups; groups outside attention get 0.
 
     ``exact`` is the cache of ``reference``, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens,
-    or all snapshots of a state; not modified. ``tokens`` of the prompt are required if the first layer class is a
-    state. ``progress`` receives a stage (``measure``: whole tracks, ``tails``, ``groups``), its measurements done, and
-    all.
+    or all snapshots of a state; not modified. ``tokens``, the length of the prompt, is required if the first layer
+    class is a state. ``progress`` receives a stage (``measure`` for whole tracks, ``tails``, ``groups``), its finished
+    measurements, and their total.
     """
     tokens = int(exact[0].shape[-2]) if tokens is None else tokens
     work = _Work(exact, spec, units_of(spec, tokens), decode)
@@ -148,7 +150,7 @@ def _measured_tails(
 ) -> dict[str, tuple[TailLoss, ...]]:
 
     def decoded(track: str) -> tuple[torch.Tensor, ...]:
-        # A shorter prompt sees more groups of a window.
+        # With a window, a shorter prompt sees more groups.
         work.put(track, range(len(work.units)))
         return work.cache
 
@@ -163,7 +165,8 @@ def _measured_tails(
 def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:
     """Return seeded assignments of tracks to groups like those at the end of plays.
 
-    Two are random, one has a good beginning, the others have recomputed runs in several places.
+    Two assignments are random, one has better tracks at the beginning, and others have recomputed runs in several
+    places.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     groups = catalog.groups
@@ -203,7 +206,7 @@ def measure_mixes(
     *,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Mix]:
-    """Assemble each mixed cache (one track per group, or `RECOMPUTED`), and score it."""
+    """Assemble and score each mixed cache, which has one track per group, or `RECOMPUTED`."""
     spec = catalog.spec
     engine = reference.engine
     work = torch.empty(spec.shape(catalog.tokens), dtype=engine.prefill(prompt[:1]).dtype)

@@ -1,4 +1,4 @@
-"""Scores of a continuation after the exact cache, and the loss of other caches against them."""
+"""Scores of a continuation after the exact cache, to measure the loss of other caches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> 
     """Return the loss of a continuation between two runs.
 
     ``exact`` and ``other`` are log-probabilities, [token, vocabulary] float64; row i is the distribution of ``tokens[i
-    + 1]``. The result has the mean KL(exact || other) over all rows, and over the first 8 and 32; top-1 agreement; and
-    the change of the negative log-likelihood. Raise `ModelError` for probabilities that are not finite.
+    + 1]``. The result has the mean KL(exact || other) over all rows, over the first 8 and the first 32; top-1
+    agreement; and the change of the negative log-likelihood. Raise `ModelError` if a probability is not finite.
     """
-    # Row by row: fresh memory for a matrix of distributions is slow.
+    # Row by row, since allocating a whole matrix of distributions is slow.
     rows = [float(torch.dot(row.exp(), row - same)) for row, same in zip(exact, other, strict=True)]
     if not math.isfinite(sum(rows)):
         raise ModelError("the model's probabilities are NaN or infinite; its weights or caches are damaged")
@@ -34,7 +34,7 @@ def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> 
 
 
 class Reference:
-    """Scores of a continuation after the exact cache; measures other caches at one forward pass each."""
+    """Scores of a continuation after the exact cache. Measuring another cache takes one forward pass."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Reference:
     ) -> None:
         """Score a continuation of at least two ids after the exact cache.
 
-        ``before``, [layer, K/V, head, token, dim], precedes every cache. The first ``question_tokens`` ids are a
+        ``before``, [layer, K/V, head, token, dim], is put before every cache. The first ``question_tokens`` ids are a
         question, which is not compared. Raise `ModelError` if the continuation is too short, or does not fit the model.
         """
         if len(continuation) < 2 + max(0, question_tokens - 1):
@@ -63,7 +63,8 @@ class Reference:
     def calibration(self) -> tuple[float, float]:
         """Return the mean NLL of the continuation after the exact cache, and its expectation (entropy), in nats.
 
-        If they differ, the NLL has a slope at the exact cache, and errors may change it far more than the KL suggests.
+        If NLL and entropy differ, the NLL has a slope at the exact cache, and errors may change it far more than the KL
+        suggests.
         """
         rows = self._exact[:-1]
         following = self.continuation[max(1, self.question_tokens) :]
@@ -72,23 +73,23 @@ class Reference:
         return -float(said.mean()), -expected
 
     def measure(self, kv: Cache | None, limit: int | None = None) -> Quality:
-        """Return the loss of the continuation (its first ``limit`` tokens) after ``kv``."""
+        """Return the loss of the continuation, or of its first ``limit`` tokens, after ``kv``."""
         return self.compared(self.score(kv, limit))
 
     def compared(self, scored: torch.Tensor, first: int = 0) -> Quality:
-        """Return the loss from a result of `score`, over the tokens from ``first`` on."""
+        """Return the loss for a result of `score`, over the tokens from ``first`` on."""
         rows = slice(first, len(scored))
         return compare(self._exact[rows], scored[rows], self.continuation[max(0, self.question_tokens - 1) :][rows])
 
     def score(self, kv: Cache | None, limit: int | None = None) -> torch.Tensor:
-        """Return log-probabilities after a cache, float64 [token, vocabulary], of ``limit`` ids after the question."""
+        """Return log-probabilities of up to ``limit`` ids after the question, float64 [token, vocabulary]."""
         skipped = max(0, self.question_tokens - 1)
         ids = self.continuation[: None if limit is None else skipped + limit]
         return score_classes(self.engine, placed(kv, self.before), ids)[skipped:]
 
 
 def placed(kv: Cache | None, before: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-    """Return a cache as one tensor per layer class, preceded by ``before``."""
+    """Return a cache as one tensor per layer class, with ``before`` in front."""
     parts = (kv,) if isinstance(kv, torch.Tensor) else kv
     if before is not None and parts is not None:
         parts = (torch.cat((before, parts[0]), dim=3),)

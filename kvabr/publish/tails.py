@@ -1,10 +1,11 @@
-"""Measures the remaining loss of tracks after a tail, see `kvabr.types.tails`.
+"""Measures the loss that remains after a tail, by track; see `kvabr.types.tails`.
 
-Single continuations mislead by up to 13 times, so several are scored: the text's own, and the exact cache's answers to
-questions. A question is itself a tail, as is the beginning of the continuation. Longer tails are the last tokens of the
-prompt, computed on the coded cache of a few tracks; other tracks are assumed to fall like the one with the most similar
-reduction by questions. Questions depend on other groups than the continuation, so one is also scored for single groups.
-The catalog keeps the geometric mean over the continuations and the standard deviation of their logarithms.
+The loss on a single continuation can be wrong by a factor of 13, so several are scored: that of the text, and answers
+to questions, generated from the exact cache. A question is itself a tail, as is the beginning of the continuation.
+Longer tails are the last tokens of the prompt, computed on the coded cache of a few tracks. For other tracks, the loss
+is assumed to fall as for the track with the most similar reduction by questions. Answers depend on other groups than
+the text's continuation, so one answer is also scored for single groups. The catalog stores the losses' geometric mean
+over continuations, and the standard deviation of their logarithms.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ ANSWER_TOKENS = 24
 _TRACKS = 3
 _SCORED = 48
 _ROUNDING = 1e-12
-"""Smaller losses are rounding errors."""
 
 
 def questions(model: TextModel, prompt: int = 0) -> list[tuple[int, ...]]:
-    """Return the token ids of the `QUESTIONS` that fit the model after ``prompt`` tokens, with an answer."""
+    """Return the token ids of those `QUESTIONS` that, with an answer, fit the model after ``prompt`` tokens."""
     limit = model.engine.context - prompt - ANSWER_TOKENS
     return [ids for ids in (tuple(model.encode(question)) for question in QUESTIONS) if len(ids) <= limit]
 
@@ -54,7 +54,7 @@ def answered(
     before: torch.Tensor | None = None,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Reference]:
-    """Return references for the exact cache's answers to questions."""
+    """Return one reference per question; its continuation is an answer generated from the exact cache."""
     references = []
     for number, question in enumerate(questions, 1):
         answer = answer_of(engine, placed(exact, before), question, ANSWER_TOKENS)
@@ -70,24 +70,24 @@ class TailMeter:
         self._text, self._after_questions, self._prompt = text, tuple(after_questions), tuple(prompt)
         self._near: dict[str, list[float]] = {}
         self._reduction: dict[str, float] = {}
-        """Share of a track's loss that remains after a question."""
+        """Fraction of a track's loss that remains after a question, by track."""
         self._far: dict[str, dict[int, list[float]]] = {}
         states = any(part.kind == "state" for part in text.engine.spec.classes)
         self.lengths = () if states else tuple(tail for tail in TAILS[1:] if tail < len(prompt))
-        """States have no snapshots where such tails begin."""
+        """Lengths of longer tails, in tokens; empty with states, which have no snapshots where such tails begin."""
 
     @property
     def tracks(self) -> int:
-        """Tracks measured by `near`."""
+        """Number of tracks measured by `near`."""
         return len(self._near)
 
     @property
     def caches(self) -> int:
-        """Caches measured by `far`."""
+        """Number of caches measured by `far`."""
         return min(_TRACKS, self.tracks) * len(self.lengths)
 
     def near(self, track: str, kv: Cache, scored: torch.Tensor) -> None:
-        """Score the answers after a track's whole cache; ``scored`` has the text's continuation."""
+        """Score the answers after a track's whole cache; ``scored`` is the score of the text's continuation."""
         losses = [one.measure(kv).loss for one in self._after_questions]
         if len(scored) > TAILS[0] + 1:
             losses.append(self._text.compared(scored, TAILS[0]).loss)
@@ -110,10 +110,10 @@ class TailMeter:
                 progress()
 
     def single(self, kv: Cache) -> list[float]:
-        """Return the loss of an answer after a cache with one coded group.
+        """Return the loss of one answer after a cache with one coded group.
 
-        The relevant groups hardly depend on the question. Empty without questions, and for several layer classes
-        (untested).
+        Which groups matter hardly depends on the question. Return an empty list without questions, and for several
+        layer classes (untested).
         """
         chosen = self._after_questions[:2][-1:] if len(self._text.engine.spec.classes) == 1 else ()
         return [one.measure(kv).loss for one in chosen]
@@ -124,7 +124,7 @@ class TailMeter:
         return [] if worst is None else [worst, *evenly(others, _TRACKS - 1)]
 
     def tails(self, losses: Mapping[str, float]) -> dict[str, tuple[TailLoss, ...]]:
-        """Return every track's loss after tails, given the losses directly after the prompt."""
+        """Return every track's loss after each tail, given the losses directly after the prompt."""
         made: dict[str, tuple[TailLoss, ...]] = {}
         for track, near in self._near.items():
             own = _geometric_mean(near) / max(_ROUNDING, losses[track])
@@ -141,7 +141,7 @@ class TailMeter:
                     for tail, far in further.items()
                 ),
             )
-        # Unmeasured tracks lose as little as the least lossy one.
+        # Unmeasured tracks get the loss of the least lossy measured track.
         least = min(made, key=losses.__getitem__, default=None)
         return {} if least is None else {track: made.get(track, made[least]) for track in losses}
 

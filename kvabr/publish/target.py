@@ -1,7 +1,7 @@
 """Chooses quantiser steps and gains by the loss on held-out texts: `kvabr calibrate --target-kl` and `--gain`.
 
-A coarse quantiser rounds many values to zero, so that the model attends too weakly to the context. Scaling decoded
-values about their mean by slightly more than 1 repairs that. Scaled keys would have more noise, which shifts attention.
+A coarse quantiser rounds many values to zero, which weakens the influence of the context. To compensate, decoded values
+are scaled around their mean by slightly more than 1. Keys are not scaled: more noise in keys would shift attention.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ COARSEST, FINEST = 16.0, 1 / 64
 _ROUNDS = 3
 _MORE_ROUNDS = 6
 _MARGIN = 0.97
-"""Aim below the target: loss is not exactly a power of the step."""
+"""Aim at this fraction of the target, since the loss is not exactly a power of the step."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Loss that a calibration aims at."""
+    """The loss that a calibration must reach."""
 
     kl: float
     track: str = SINGLE
-    """A layer includes those below."""
+    """Track to measure; a layer is measured together with those below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class HeldOutText:
 
 
 Factors = tuple[tuple[float, ...], ...]
-"""Factors by layer class: for keys and values, or one for both."""
+"""Factors of each layer class: one for keys and one for values, or one for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Factors of the steps, and their loss."""
+    """Chosen factors of the steps, and the resulting loss."""
 
     factors: Factors
     kl: float
@@ -71,7 +71,7 @@ class CodedClass:
         self._transform, self._part = transform, transform.structure.spec
         self._caches = [turned(cache, self._part) for cache in caches]
         config = config.of(self._part)
-        # A layer on top of those below has the values of a single layer with its step.
+        # A layer with all layers below it decodes to the same values as a single layer with its step.
         self._step, self._dead, self._sinks = config.steps[track], config.dead.get(track, 0.0), config.sinks
         analysis = Analysis(transform)
         self._coefficients = [analysis.analyse(cache, 0).here() for cache in self._caches]
@@ -85,7 +85,7 @@ class CodedClass:
         self._power = [power[self._kind == kind] for kind in range(self.kinds)]
 
     def coded(self, number: int, factors: Sequence[float], gains: tuple[float, ...] = ()) -> torch.Tensor:
-        """Return a decoded cache with scaled steps and gains."""
+        """Return a cache after coding with scaled steps and gains."""
         step, cache, found = factors[0] * self._step, self._caches[number], self._coefficients[number]
         others = torch.tensor(factors)[self._kind, None] / factors[0]
         index = quantise(found.rows / others, step, self._dead).clamp_(-FARTHEST, FARTHEST)
@@ -98,13 +98,13 @@ class CodedClass:
         return turned_back(out, self._part)
 
     def slope(self, kind: int, factor: float) -> float:
-        """Return roughly the extra bits of halving a kind's step."""
+        """Return the approximate number of extra bits if the step of a kind is halved."""
         power = self._power[kind]
         return self._tokens * float((power / (power + (factor * self._step / 2) ** 2)).sum())
 
 
 class StepSearch:
-    """Searches steps: first for keys and values of each layer class alone, then together."""
+    """Searches steps, first separately for the keys and the values of each layer class, then together."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class StepSearch:
     def choose(self) -> Chosen:
         """Return the coarsest steps with a measured loss within the target.
 
-        Each class and kind gets a share of the loss in proportion to the bits that halving its step costs, which is
+        The loss is divided among classes and kinds in proportion to the bits that halving their step costs, which is
         optimal. Raise `UsageError` if even the finest steps lose more.
         """
         target = self._target.kl
@@ -212,9 +212,9 @@ def _times(factors: Factors, scale: float) -> Factors:
 
 
 TRACK = LAYERS[0]
-"""Gains do not help at finer steps."""
+"""The track with gains; finer steps do not benefit."""
 TRIAL_GAIN = 1.1
-"""Measured gain of each stack; the losses at 1, this and its square define a parabola."""
+"""Trial gain of each stack. The losses at 1, at this gain, and at its square define a parabola."""
 MAX_GAIN = 1.25
 _MIN_SAVING = 0.01
 
@@ -232,10 +232,10 @@ def choose_gains(
     samples: Sequence[HeldOutText],
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> tuple[Gains, float]:
-    """Return the gains of every layer class (empty if they save too little), and the share of the loss saved.
+    """Return the gains of every layer class (empty if they save too little), and the fraction of the loss saved.
 
-    Each stack of values is measured alone, then all together, on held-out samples. Transforms and configs are in the
-    order of `KVSpec.parts`.
+    Each stack of values is measured alone, then all stacks together, on held-out samples. Transforms and configs are in
+    the order of `KVSpec.parts`.
     """
     caches = zip(*(sample.cache for sample in samples), strict=True)
     triples = zip(transforms, configs, caches, strict=True)
@@ -278,7 +278,7 @@ def _changed(gains: Gains, index: int, stack: int, gain: float) -> Gains:
 
 
 def least(base: float, once: float, twice: float) -> float:
-    """Return the gain from 1 to `MAX_GAIN` with the least loss, on a parabola through three measured losses."""
+    """Return the gain from 1 to `MAX_GAIN` with the least loss, by fitting a parabola to three measured losses."""
     near, far = TRIAL_GAIN - 1, TRIAL_GAIN**2 - 1
     curve = ((twice - base) / far - (once - base) / near) / (far - near)
     slope = (once - base) / near - curve * near

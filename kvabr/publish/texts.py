@@ -1,4 +1,4 @@
-"""Texts included with Python: one set to calibrate profiles, another to measure codecs; they share no text."""
+"""Texts included with Python: one set to calibrate profiles, and another, with no text in common, to measure codecs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
 _RECORDS = 600
 _FRONT = 4
-"""Tokens that a model prepends."""
+"""Tokens to allow for those that a model prepends."""
 _MIN_CONTINUATION = 2
 _CHARACTERS_PER_TOKEN = 16
-"""More than any text's average."""
+"""Characters per token, more than the average of any text."""
 
 
 def calibration_texts() -> dict[str, str]:
@@ -71,7 +71,7 @@ def _topics() -> tuple[str, str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """Return the paragraphs, without layout, that are too long to be shared by chance."""
+    """Return the paragraphs, without layout, that are long enough not to occur in other texts by chance."""
     every = (" ".join(part.split()) for part in text.split("\n\n"))
     return [part for part in every if len(part) >= 160]
 
@@ -92,14 +92,14 @@ def _licence() -> str | None:
 
 
 def check_length(encode: Callable[[str], Sequence[int]], text: str, tokens: int, continuation: int) -> None:
-    """Raise `UsageError` if a text is clearly too short for `cut_prompt`, before its model is loaded."""
+    """Raise `UsageError` if a text is clearly too short for `cut_prompt`."""
     wanted = tokens + continuation
     if len(text) <= wanted * _CHARACTERS_PER_TOKEN and (found := len(encode(text))) + _FRONT < wanted:
         raise too_short(found, tokens, continuation)
 
 
 def too_short(found: int, tokens: int, continuation: int = 0) -> UsageError:
-    """Return an error for a text of ``found`` tokens."""
+    """Return the error for a text of ``found`` tokens."""
     more = f" and {continuation} of continuation" if continuation else ""
     advice = _shorter(found, tokens, continuation)
     return UsageError(
@@ -111,7 +111,7 @@ def too_short(found: int, tokens: int, continuation: int = 0) -> UsageError:
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, passage: bool = False) -> Prompt:
     """Return the first tokens of a text as a prompt, and the following ones as its continuation.
 
-    A passage lacks `TextModel.opening`. Raise `UsageError` if the text is too short, or exceeds the context.
+    Passages do not start with `TextModel.opening`. Raise `UsageError` if the text is too short, or exceeds the context.
     """
     if tokens < 1 or continuation < _MIN_CONTINUATION:
         raise UsageError(f"a prompt must have at least 1 token and its continuation 2, got {tokens} and {continuation}")
@@ -123,7 +123,7 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, p
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
     ids = _cut_ids(model, head, passage=passage)
-    # The cut may fall within a word, so tokens near it do not count.
+    # The cut may fall within a word, so ignore tokens near it.
     if len(head) < len(text) and len(ids) < wanted + 16:
         ids = _cut_ids(model, text, passage=passage)
     if len(ids) < wanted:

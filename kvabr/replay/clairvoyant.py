@@ -1,13 +1,13 @@
 """The clairvoyant bound: the lowest objective of any schedule that knows the whole trace.
 
-For a fixed end T the order of transfers does not matter. The best cache is a multiple-choice knapsack, one option per
-group, over two resources (`frontier`):
+For a fixed end T of the play, the order of transfers does not matter. The best cache is the solution of a
+multiple-choice knapsack, with one option per group and two resources (`frontier`):
 
-- Bytes: the link's bytes by T minus the decode time of the last transfer (the fastest option to decode that the link
-  could carry instead of a cheaper one).
-- Decoding, with n decoders; a group's layers are decoded together. The C(t) bytes received by time t hold at most
-  r C(t) seconds of decoding (r: largest ratio of seconds to bytes of any option), and n (T - t) seconds remain for the
-  rest. Total decoding is therefore at most the minimum over t of r C(t) + n (T - t).
+- Bytes: those that the link carries until T less the decode time of the last transfer (the option that decodes fastest
+  among those that the link could carry instead of a cheaper option).
+- Decoding time on n decoders; a group's layers are decoded together. The C(t) bytes received by time t need at most r
+  C(t) seconds of decoding, where r is the largest ratio of seconds to bytes of any option. After t, n (T - t) decoder
+  seconds remain. Total decoding is therefore at most the minimum over t of r C(t) + n (T - t).
 
 The bound is the linear relaxation of the knapsack. T itself is free: over an interval of ends, the objective is at
 least the loss at its end plus the price of time at its start. The interval with the lowest such value is subdivided
@@ -17,9 +17,10 @@ An engine that recomputes reduces the network's part:
 
 - ``suffix``: for every cut, the tail is computed after the groups before the cut have arrived, at least on the cheapest
   tracks; better tracks may arrive until T.
-- ``hole``: k groups are computed while the network loads the others. These are the first k, computed from the start, or
-  include groups that follow a group from the network, computed once it is in place; the last group, which may be short,
-  once everything else is. The bound uses the groups that help the network most at the engine time of the cheapest.
+- ``hole``: k groups are computed while the network loads the others. Either these are the first k groups, computed from
+  the start. Or they include groups that follow a group from the network; these can be computed only once that group is
+  in place. The last group, which may be short, waits for all others. The bound removes the k groups that are most
+  expensive for the network, but counts the engine time of the k cheapest.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-7, 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Bound on the plays of any clairvoyant player."""
+    """Lower bounds for the plays of any clairvoyant player."""
 
     feasible: bool
     least_loss: float
-    """Lowest loss by the deadline, whatever it costs, nats per generated token; infinite if not feasible."""
+    """Lowest loss by the deadline at any price, nats per generated token; infinite if not feasible."""
     objective: float
     """Lowest objective of any schedule; infinite if not feasible."""
     loss: float
-    """Loss at the lowest objective, including the price of its bytes."""
+    """Loss at the lowest objective, plus the price of its bytes."""
     end_s: float
     engine_s: float
 
@@ -89,7 +90,7 @@ class Clairvoyant:
         decoders: int = 1,
         decode_latency_s: float = 0.0,
     ) -> None:
-        """Prepare the bound; ``cost`` is None without an engine, ``decode_latency_s`` is added for the last batch."""
+        """Prepare the bound. ``cost`` is None without an engine; ``decode_latency_s`` is added for the last batch."""
         self._catalog, self._cost = catalog, cost
         self._mode: EngineMode = mode if catalog.every_token else "suffix"
         self.decoders = decoders
@@ -98,7 +99,7 @@ class Clairvoyant:
         self.tail_s = float(tails_s.min())
         more = (frontier.sizes - frontier.least_bytes[:, None]).min(axis=0)
         self.lasts: list[tuple[float, float]] = []
-        """Options of the last transfer: shortest decode time, and bytes beyond the cheapest cache."""
+        """Options of the last transfer: shortest decode time in seconds, and bytes beyond the cheapest cache."""
         for decode_s, extra in sorted(zip(tails_s.tolist(), more.tolist(), strict=True)):
             if not self.lasts or extra < self.lasts[-1][1]:
                 self.lasts.append((decode_s, extra))
@@ -115,9 +116,9 @@ class Clairvoyant:
     ) -> Bound:
         """Return the bound of one play.
 
-        ``time_price`` and ``gpu_price`` are nats per token for a second before the first token and of engine time
-        (infinite counts as 0); ``begun_s`` are the seconds of the deadline before the play, ``first_byte_s`` those
-        before any arrival.
+        ``time_price`` is the price of a second before the first token, ``gpu_price`` that of a second of engine time,
+        in nats per token; infinite counts as 0. ``begun_s`` is how many seconds of the deadline passed before the play,
+        ``first_byte_s`` the time until the first byte.
         """
         left_s = deadline_s - begun_s
         if left_s <= 0:
@@ -154,7 +155,7 @@ class Clairvoyant:
         since_s, until_s = left_s, left_s + deadline_s
         while found.floor > base + slope * (since_s - left_s):
             if since_s - left_s > _MAX_LATE_DEADLINES * deadline_s:
-                found.floor = base + slope * (since_s - left_s)  # no later end can be better
+                found.floor = base + slope * (since_s - left_s)  # a later end cannot be better
                 return
             link = _Link(self, capacity, until_s, first_byte_s)
             late = _Search(link, (since_s, until_s), slope, gpu_price).over(self._ways(link))
@@ -166,7 +167,7 @@ class Clairvoyant:
             since_s, until_s = until_s, left_s + 2.0 * (until_s - left_s)
 
     def least_at(self, capacity: Capacity, end_s: float, *, gpu_price: float, first_byte_s: float = 0.0) -> float:
-        """Return the lowest sum of loss and priced engine time of any schedule that ends at ``end_s``; see `best`."""
+        """Return the lowest sum of loss and price of engine time of any schedule that ends at ``end_s``; see `best`."""
         link = _Link(self, capacity, max(0.0, end_s), first_byte_s)
         return _least_at_last(link, self._ways(link), gpu_price if math.isfinite(gpu_price) else 0.0)
 
@@ -207,10 +208,11 @@ class Clairvoyant:
 
 
 def _rest_seconds(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Array]:
-    """Return lower bounds of the second of two calls that compute ``count`` groups, seconds.
+    """Return lower bounds of the second call's seconds, if two engine calls together compute ``count`` groups.
 
-    At index p, the first call computes the first p groups of the prompt, and the second call's groups follow group p.
-    They include the cache's last group in the first array, and not in the second; infinite if impossible.
+    At index p, the first call computes the first p groups of the prompt, and the second call computes groups after
+    group p. In the first array, these include the cache's last group; in the second, they do not. Infinite if
+    impossible.
     """
     size, last = catalog.spec.group_tokens, catalog.group_tokens(catalog.groups - 1)
     last_s = cost.added_s(catalog.tokens - last, last)
@@ -248,7 +250,7 @@ class _Link:
         return float(t0 + (t1 - t0) * (nbytes - c0) / (c1 - c0))
 
     def loss(self, part: GroupSubset | None, ends: Array, *, care: int, hint: int = 0) -> Array:
-        """Return lower bounds of the loss of plays that end at ``ends``, see `Frontier.loss`."""
+        """Return lower bounds of the loss of plays that end at the times ``ends``, see `Frontier.loss`."""
         if part is None:
             return np.zeros(len(ends))
         nbytes = self._whole(ends) if part is WHOLE else self._carried_by(ends - self._tail_s)
@@ -286,7 +288,7 @@ def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float
     end = np.array([link.until_s])
     ways = [way for way in ways if way.earliest_s <= link.until_s]
     if not gpu_price:
-        # Without an engine price, computing more groups is never worse.
+        # If engine time is free, computing more groups is never worse.
         parts = [WHOLE, *(way.part for way in ways if way.part is not None)]
         most = {GroupSubset(skip=max(part.skip for part in parts)), GroupSubset(free=max(part.free for part in parts))}
         ways = [way for way in ways if way.part is None or way.part.first is not None or way.part in {WHOLE, *most}]
@@ -309,12 +311,12 @@ class _Search:
         self._found = _Found()
 
     def over(self, ways: Sequence[_Way]) -> _Found:
-        """Return the lowest objective of all ways to divide the work; ``ways[0]`` uses only the network."""
+        """Return the lowest objective over all ways to divide the work; ``ways[0]`` uses only the network."""
         first, last = self._span
         first = max(first, min(way.earliest_s for way in ways))
         if first > last:
             return self._found
-        # Without a time price, the latest end is best.
+        # If time is free, the latest end is best.
         ends = np.linspace(first, last, _INTERVALS + 1) if self._time_price > 0 else np.array([last])
         network, others = ways[0], [way for way in ways[1:] if way.earliest_s <= last]
         self._divide(network, ends, self._link.loss(network.part, ends, care=1))
@@ -330,9 +332,9 @@ class _Search:
         return found
 
     def _divide(self, way: _Way, ends: Array, losses: Array, hint: int = 0) -> None:
-        """Record the lowest objective of a way by subdividing the intervals between ascending ``ends``.
+        """Find the lowest objective of a way, subdividing the intervals between the ascending times ``ends``.
 
-        ``losses`` are lower bounds at these ends, not necessarily tight; for ``hint`` see `Frontier.loss`.
+        ``losses`` are lower bounds at these times, not necessarily tight; for ``hint`` see `Frontier.loss`.
         """
         found = self._found
         starts, stops, losses = _intervals(way, ends, losses)

@@ -24,8 +24,8 @@ MEASURED = MappingProxyType(
         "h200-70b": (*((0, new, ms) for new, ms in zip(_LENGTHS, _H200_70B, strict=True)), *_H200_70B_BEHIND),
     }
 )
-"""Tokens before, new tokens and milliseconds of prefills with transformers in BF16: Llama-3.1-8B's shape on an H200,
-and a 70B model's shape, with 10 of 80 layers timed.
+"""Tokens before, new tokens, and milliseconds of prefills with transformers in BF16, for the shapes of Llama-3.1-8B and
+of a 70B model (10 of 80 layers timed) on an H200.
 """
 ENGINES = MappingProxyType(
     {
@@ -34,15 +34,15 @@ ENGINES = MappingProxyType(
         "cpu-smollm2": PrefillCost(0.0423, 2.31e-3, 9.60e-7),
     }
 )
-"""Fitted to `MEASURED`, and SmolLM2-135M in float32 on two cores of a server."""
+"""Costs fitted to `MEASURED`, and that of SmolLM2-135M in float32 on two cores of a server."""
 _FORM = "TOK/S, or FIXED:LINEAR[:BEFORE[:QUADRATIC[:FLOOR]]] in seconds"
 
 
 def parse_cost(text: str, option: str) -> PrefillCost:
     """Return a prefill cost from a rate or from constants in seconds, see `PrefillCost`.
 
-    ``8000`` means tokens per second. ``0.004:28e-6:1.7e-6:4.8e-10:0.02`` means seconds per call, per token, per token
-    before, per pair of tokens, and the minimum per call. Raise `UsageError` for other text.
+    ``8000`` means tokens per second. ``0.004:28e-6:1.7e-6:4.8e-10:0.02`` means seconds per call, per new token, per
+    earlier token, per pair of tokens, and minimum per call. Raise `UsageError` for other text.
     """
     try:
         numbers = [float(part) for part in text.split(":")]
@@ -59,7 +59,7 @@ def parse_cost(text: str, option: str) -> PrefillCost:
 
 
 def engine_cost(name: str, option: str) -> PrefillCost:
-    """Return the cost of an engine in `ENGINES`; raise `UsageError` with the nearest name if there is none."""
+    """Return the cost of an engine in `ENGINES`; raise `UsageError` with the most similar name if it is unknown."""
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ENGINES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ENGINES)}"

@@ -52,17 +52,17 @@ from kvabr.types.events import CacheDelivered, PlayEvent, PlayStarted, Recompute
 DEFAULT_RTT_S = 0.04
 MAX_DEADLINE_S, MAX_RTT_S = 86_400.0, 3600.0
 _MIN_SHARE, _MIN_PLAY_S = 0.1, 1e-3
-"""Minimum share of the deadline, and seconds, left to a play after its lookup, within its patience."""
+"""Minimum time for a play after its lookup: as a fraction of the deadline, and in seconds (within its patience)."""
 
 
 def check_rtt(rtt_s: float) -> None:
-    """Raise `UsageError` unless a round trip can be simulated."""
+    """Raise `UsageError` if a round trip of ``rtt_s`` seconds cannot be simulated."""
     if not 0 <= rtt_s <= MAX_RTT_S:
         raise UsageError(f"the round trip is {rtt_s:g} s; it must be zero or more seconds, an hour at most")
 
 
 class LinkSharing(Protocol):
-    """How plays share a link, a dataclass such as `kvabr_lab.sharing.Sharing`."""
+    """How plays share a link; a dataclass such as `kvabr_lab.sharing.Sharing`."""
 
     def play(
         self,
@@ -76,11 +76,11 @@ class LinkSharing(Protocol):
         *,
         log: bool,
     ) -> PlayOutcome:
-        """Play once while other plays use the link; see `Experiment.play_on`."""
+        """Play once while other plays use the same link; see `Experiment.play_on`."""
 
 
 class Planner(Protocol):
-    """A policy class that requests a plan of the whole play (`kvabr.abr.view.Future.plan`)."""
+    """A policy class that gets a plan of the whole play in advance (`kvabr.abr.view.Future.plan`)."""
 
     @staticmethod
     def foresee(
@@ -90,10 +90,10 @@ class Planner(Protocol):
         first_byte_s: float,
         tried: Callable[[PlannedPlay], float],
     ) -> PlannedPlay:
-        """Return the plan before the play.
+        """Return the plan of a play that is about to begin.
 
-        ``first_byte_s`` are the seconds until the first byte of a request; ``tried`` returns a plan's objective in a
-        simulated play of the same policy.
+        ``first_byte_s`` is the time until the first byte of a request; ``tried`` simulates a play with a plan and
+        returns its objective.
         """
 
 
@@ -103,38 +103,40 @@ class ReplayOptions:
 
     deadline_s: float
     rtt_s: float | None = None
-    """Round trip of all traces; None for the trace's own, or `DEFAULT_RTT_S`."""
+    """Round trip time of all traces; None for the trace's own, or `DEFAULT_RTT_S` if it has none."""
     scale_to_mean: float | None = None
     """Scale every trace so that its mean rate carries this fraction of the FP16 cache within the deadline."""
     cost: PrefillCost | None = None
     mode: EngineMode = "hole"
     decode_scale: float = 1.0
     decode_latency_s: float = 0.0
-    """Additional seconds per batch, on a device that decodes all waiting groups together; 0: groups are decoded singly.
+    """Additional seconds per batch on a device that decodes all waiting groups together; 0: groups are decoded one by
+    one.
     """
     decoders: int = 1
     slow_start: bool = True
     cold: bool = False
-    """The deadline includes handshake and lookup; otherwise the connection is open and the catalog known."""
+    """True if the deadline includes handshake and lookup; otherwise the connection is open and the catalog known."""
     guard_s: float = 0.0
-    """Safety margin before the deadline: a real event loop is sometimes late."""
+    """Safety margin before the deadline, in seconds, since a real event loop is sometimes late."""
     estimator: str | None = None
-    """Estimator of every policy; None for each policy's own."""
+    """Estimator for all policies; None: each policy's default."""
     prior: Prior | None = None
     config: PlayerConfig = field(default_factory=PlayerConfig)
     sharing: LinkSharing | None = None
-    """Link sharing, packet by packet; None: a play has the link to itself, without a queue."""
+    """Simulates sharing of the link, packet by packet; None: a play has the link to itself, without queueing."""
     blend: BlendGoal | None = None
     producer: Producer | None = None
-    """Prefills the cache during the play; None: it is fully published."""
+    """Producer that prefills the cache during the play; None: the cache is completely published."""
     question: int = 0
-    """Tokens that the engine always computes after the cache."""
+    """Number of tokens that the engine always computes after the cache."""
     tail: int = DEFAULT_MAX_TAIL
-    """Maximum tokens at the cache's end that it may compute with the question; see `kvabr.abr.tail`."""
+    """Maximum number of tokens at the cache's end that the engine may compute with the question; see `kvabr.abr.tail`.
+    """
     links: tuple[Trace, ...] = ()
-    """Links to further sources of the asset; they start with the trace's link, at their own rates."""
+    """Links to further sources of the asset; they start together with the trace's link, at their own rates."""
     prefix: bool = False
-    """A play delivers a prefix and the engine computes the rest itself, as vLLM and SGLang do."""
+    """True if a play delivers a prefix and the engine computes the rest, as in vLLM and SGLang."""
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s <= MAX_DEADLINE_S:
@@ -208,7 +210,7 @@ class Experiment:
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
-        """Return one play's link, round trip in seconds, and clairvoyant bound."""
+        """Return the link, the round trip time in seconds, and the clairvoyant bound of one play."""
         capacity, rtt_s = self.link(trace, start_s)
         if self._live is not None and self.options.producer is not None:
             published_s = self.options.producer.published_s(self.catalog)
@@ -232,10 +234,10 @@ class Experiment:
         return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s, lookup_s=lookup_s)
 
     def link(self, trace: Trace, start_s: float) -> tuple[Capacity, float]:
-        """Return one play's link, payload only, and its round trip, seconds."""
+        """Return the link of one play, counting payload only, and its round trip time in seconds."""
         rtt_s = self.options.rtt_s if self.options.rtt_s is not None else trace.rtt_s
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
-        # Earlier bytes have already opened the window.
+        # Bytes received during the lookup have already opened the window.
         window = INITIAL_WINDOW + HANDSHAKE_BYTES + self.catalog_bytes
         begins_s = start_s + self.lookup_s(trace, start_s, rtt_s)
         slow_start = self.options.slow_start and self.options.sharing is None
@@ -254,7 +256,7 @@ class Experiment:
         return Capacity(carried, start_s, rtt_s, slow_start=slow_start, window=window, sums=sums)
 
     def new_clairvoyant(self, cost: PrefillCost | None, catalog: Catalog | None = None) -> Clairvoyant:
-        """Return the clairvoyant for these plays with an engine of this cost or none, or for another catalog."""
+        """Return the clairvoyant for these plays with an engine of this cost (or None), or for another catalog."""
         options = self.options
         return Clairvoyant(
             catalog or self.catalog,
@@ -266,7 +268,7 @@ class Experiment:
         )
 
     def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float, *, lookup_s: float = 0.0) -> Bound:
-        """Return the bound of one play at the options' prices; see `lookup_s`."""
+        """Return the bound of one play at the options' prices; for ``lookup_s`` see the method `lookup_s`."""
         config, tail_s = self.options.config, self._tail_s
         bound = clairvoyant.best(
             capacity,
@@ -287,7 +289,7 @@ class Experiment:
         return objective(NO_CACHE_LOSS, end_s, deadline_s, met=False, engine_s=0.0, time_price=price, gpu_price=0.0)
 
     def lookup_s(self, trace: Trace, start_s: float, rtt_s: float) -> float:
-        """Return the seconds of handshake, request and catalog in slow start, if the deadline includes them."""
+        """Return the seconds of handshake, request and catalog in slow start; 0 if the deadline excludes them."""
         if not self.options.cold:
             return 0.0
         request_s = (LOOKUP_ROUND_TRIPS - 1.0) * rtt_s
@@ -296,14 +298,14 @@ class Experiment:
         return request_s + link.when(rtt_s, self.catalog_bytes)
 
     def time_for(self, lookup_s: float) -> float:
-        """Return the player's deadline, seconds from the end of the lookup."""
+        """Return the player's deadline in seconds after the end of the lookup."""
         options = self.options
         left_s = options.deadline_s - lookup_s - options.guard_s - self._tail_s
         wanted_s = max(_MIN_SHARE * options.deadline_s, left_s)
         return max(_MIN_PLAY_S, min(wanted_s, options.config.give_up_after * options.deadline_s - lookup_s))
 
     def played(self, trace: Trace) -> Trace:
-        """Return the trace scaled as the options require."""
+        """Return the trace, scaled if the options say so."""
         return self._scaled(trace)[0]
 
     def _scaled(self, trace: Trace) -> tuple[Trace, Trace, list[float]]:
@@ -324,7 +326,7 @@ class Experiment:
     def play_on(
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> PlayOutcome:
-        """Play once over a link from `prepare`, shared by the policies compared at one start."""
+        """Play once over a link from `prepare`; policies compared at one start use the same link."""
         if self._offers:
             chosen = self.with_tail(policy, self.lookup_s(trace, start_s, rtt_s))
             return chosen.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
@@ -341,7 +343,7 @@ class Experiment:
         return outcome
 
     def with_tail(self, policy: str, lookup_s: float = 0.0) -> Experiment:
-        """Return the experiment with the policy's choice of tail; this one without a question."""
+        """Return the experiment with the tail that the policy chooses; without a question, return this experiment."""
         if not self._offers:
             return self
         options, config = self.options, self.options.config
@@ -361,7 +363,7 @@ class Experiment:
 
     @property
     def whole(self) -> Experiment:
-        """Fetches all of the cache, before the question if any."""
+        """The experiment in which all of the cache is fetched, including the tail."""
         return self._offers.get(0, self)
 
     @property
@@ -403,8 +405,8 @@ class Experiment:
     ) -> Session:
         """Return the session of one play, for the simulator or a live driver.
 
-        ``lines`` receives events, if any; ``lookup_s`` is the deadline's part before the play; ``share`` converts an
-        estimator of the link to one of the play's share.
+        Events are appended to ``lines`` unless it is None. ``lookup_s`` is the part of the deadline before the play.
+        ``share`` converts an estimator of the link to an estimator of the play's share of it.
         """
         options, links = self.options, len(capacity.links)
         estimators = [self._estimator(policy, links) for _ in capacity.links]
@@ -459,7 +461,7 @@ class Experiment:
         lookup_s: float,
     ) -> Session:
         options = self.options
-        # Patience is measured in whole deadlines, including the lookup.
+        # Patience is measured in multiples of the whole deadline, including the lookup.
         return Session(
             self.ladder,
             self.time_for(lookup_s),
@@ -520,7 +522,7 @@ class Experiment:
             lines += [RecomputeStarted(begin_s, first, last), RecomputeDone(end_s, first, last)]
 
     def finished(self, session: Session, lines: list[PlayEvent] | None, lookup_s: float) -> PlayRecord:
-        """Return the record of a finished play, with times from before its lookup.
+        """Return the record of a finished play, with times that count from before the lookup.
 
         If the play of a joined prompt was abandoned, the prompt is computed, as in a client.
         """

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 
 class FittingTable(Table):
-    """A table that drops columns until the rest fits the width."""
+    """A table that drops columns until the others fit the width."""
 
     spare: Sequence[str] = ()
 
@@ -44,9 +44,9 @@ class FittingTable(Table):
         return self._with([column for column in self.columns if column.header != header])
 
     def shortened(self, spare_width: int) -> FittingTable:
-        """Return the table with shortened texts, using ``spare_width`` characters beyond the minimum.
+        """Return the table with shortened texts, which use ``spare_width`` characters beyond the minimum width.
 
-        Otherwise rich narrows wrapping columns down to one character.
+        Without this, rich narrows wrapping columns down to one character.
         """
         columns = list(self.columns)
         for index, column in enumerate(columns):

@@ -23,9 +23,13 @@ Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
 _PRICE_COUNT, _PRICE_RANGE = 1024, 1e11
-"""Positive prices of a decoder second, and the ratio of the largest to the smallest. Curves are computed on demand."""
+"""Number of positive prices of a decoder second, and ratio of the largest to the smallest. Curves are computed on
+demand.
+"""
 _STRIDES, _HINT_RANGE = (64, 16, 4, 1), 64
-"""Strides of the search for the best price; with a hint, its range around it, with the last three strides."""
+"""Strides of the search for the best price. With a hint, only this range around it is searched, with the last three
+strides.
+"""
 _WEIGHTINGS = 96
 _MAX_BYTE_PRICES = 256
 
@@ -35,25 +39,25 @@ class Curve:
     """A convex, falling, piecewise linear function of bytes."""
 
     bytes: Array
-    """Breakpoints, ascending; there is no cache below the first."""
+    """Breakpoints, ascending; the first is the size of the smallest cache."""
     loss: Array
-    """Loss at the breakpoints, nats per token, including priced decoding."""
+    """Loss at the breakpoints, nats per token, plus the price of decoding."""
     decode_s: Array | None = None
 
     def at(self, nbytes: Array) -> Array:
-        """Return the minimum values for byte counts; infinite if the cheapest options do not fit."""
+        """Return the curve's values at byte counts; infinite if the cheapest options do not fit."""
         return np.where(nbytes < self.bytes[0], np.inf, np.interp(nbytes, self.bytes, self.loss))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSubset:
-    """The fetched groups of a cache."""
+    """The groups of a cache that are fetched."""
 
     first: int | None = None
     """Group after the last; None: to the end."""
     skip: int = 0
     free: int = 0
-    """Number of most expensive groups that an engine computes."""
+    """Number of groups that an engine computes instead: the most expensive ones."""
 
 
 WHOLE = GroupSubset()
@@ -68,13 +72,13 @@ class Frontier:
         share = np.array(catalog.shares)
         self.groups = catalog.groups
         self.losses: Array = np.array([track.loss for track in catalog.tracks], float).T
-        """Losses by group and option, like the other tables."""
+        """Losses, [group, option]; other tables have the same axes."""
         self.sizes: Array = np.array([np.sum([layer.bytes for layer in layers], axis=0) for layers in stacks], float).T
         self.decodes: Array = share[:, None] * decode_scale * np.array([track.decode_s for track in catalog.tracks])
         self.least_bytes: Array = self.sizes.min(axis=1)
         self.per_byte = float((self.decodes / self.sizes).max())
         self.prices: Array = np.concatenate([[0.0], _grid(self._dearest_second(), _PRICE_COUNT, _PRICE_RANGE)])
-        """Prices of a decoder second, nats per token; the first is zero."""
+        """Prices of a decoder second, nats per token; the first price is zero."""
         scale = self.sizes.sum() / max(float(self.decodes.sum()), 1e-12)
         angles = np.linspace(0.0, math.pi / 2, _WEIGHTINGS)
         self._mixes: Array = np.stack([np.cos(angles), scale * np.sin(angles)], axis=1)
@@ -96,7 +100,7 @@ class Frontier:
         """Return lower bounds of the loss for pairs of bytes and seconds; infinite if no option fits.
 
         ``care`` is the number of strides, 0 to 4, in the search for the best price of decoding; ``hint`` is the index
-        of a price near the best ones, or 0.
+        of a price that is probably near the best one, or 0.
         """
         found, places = self._short(part, nbytes, decode_s)
         if len(places) and (care or hint):
@@ -135,9 +139,9 @@ class Frontier:
         care: int,
         hint: int,
     ) -> dict[int, Array]:
-        """Return curve(B) - price x R by price index, searched for the maximum; it is concave in the price.
+        """Return curve(B) - price x R by price index, searched for the maximum.
 
-        ``free`` is the value at price zero; see `loss` for ``care`` and ``hint``.
+        The function is concave in the price. ``free`` is its value at price zero; see `loss` for ``care`` and ``hint``.
         """
         known = {0: free}
         top = len(self.prices)
@@ -160,7 +164,7 @@ class Frontier:
         return known
 
     def curve(self, part: GroupSubset, price: int) -> Curve:
-        """Return the minimum loss + price x decoder seconds of some groups, as a function of bytes.
+        """Return the minimum of loss + price x decoder seconds of some groups, as a function of bytes.
 
         ``price`` is an index into `prices`.
         """
@@ -186,7 +190,7 @@ class Frontier:
         return Curve(sums[:, 0], sums[:, 1], sums[:, 2])
 
     def _envelope(self, free: int, price: int) -> Curve:
-        """Return the curve without the ``free`` most expensive groups: an envelope of one line per byte price."""
+        """Return the curve without the ``free`` most expensive groups, as an envelope of one line per byte price."""
         if price not in self._lines:
             self._lines[price] = self._ranked(price)
         byte_prices, sums = self._lines[price]
@@ -227,8 +231,8 @@ def _grid(top: float, count: int, ratio: float) -> Array:
 def _hull_steps(sizes: Array, cost: Array, decodes: Array) -> tuple[Whole, Array]:
     """Return the steps along the lower convex hulls of cost against bytes, largest saving per byte first.
 
-    Arguments are [group, option]. Returns the group of each step, and its (bytes, cost, seconds) as [step, 3]; the
-    starts of all groups are first.
+    Arguments are [group, option]. Return the group of each step, and its (bytes, cost, seconds) as [step, 3]. The first
+    steps are the starting points of all groups.
     """
     rows = np.arange(len(sizes))
     smallest = sizes == sizes.min(axis=1, keepdims=True)

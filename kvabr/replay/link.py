@@ -1,14 +1,15 @@
 """The link model: a trace's rate, a round trip, slow start, and sharing among requests in flight.
 
-- Capacity is the payload share of the trace's rate; the trace wraps at its end.
+- Capacity is the trace's rate times the payload's share; the trace wraps at its end.
 - Slow start limits the first round trips. The window starts at ten packets plus the bytes of the lookup and nearly
   doubles every round trip until the link is full. (With a drop-tail queue of one round trip, a live connection then
   loses packets and halves its window, but keeps the link full. A fluid model of that loss recovery did not predict live
   transfers better.)
-- The first byte of a request arrives one round trip plus processing time after it was sent. The request with the lowest
-  priority number gets all capacity; among equals, the earliest, as kvabr's origins send them.
+- The first byte of a request arrives one round trip plus processing time after the request was sent. As with kvabr's
+  origins, the request with the lowest priority number gets all capacity; of equal ones, the earliest.
 - A cancelled request uses capacity for one more round trip, for the bytes in flight.
-- There is no loss, no queueing delay beyond the sharing, and no cross traffic except that recorded in the trace.
+- There is no packet loss, no queueing delay except through sharing, and no cross traffic except that recorded in the
+  trace.
 """
 
 from __future__ import annotations
@@ -31,29 +32,31 @@ PAYLOAD_SHARE = 0.948
 Measured over real plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT.
 """
 INITIAL_WINDOW = 10 * 1164
-"""Payload in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
+"""Payload bytes in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
 HANDSHAKE_BYTES = 2_000
-"""Bytes of certificate and SETUP from the origin; they open the window, too."""
+"""Bytes of certificate and SETUP from the origin, which also open the window."""
 WINDOW_GROWTH = 1.85
 """Growth per round trip of slow start. Without pacing it is 2; with pacing, the first acknowledgements arrive while the
 rest of the window waits to be sent, so it is at least 1.76.
 """
 FIRST_BYTE_S = 0.004
-"""Processing time of a request at both ends, measured on aioquic with two processes on one shared core each."""
+"""Processing time of a request at both ends, in seconds, measured on aioquic with two processes on one shared core
+each.
+"""
 _MAX_RAMP_STEPS = 64
 _ROUNDING = 1e-13
 _MAX_ROUNDING_BYTES = 0.1
-"""Less than the simulator's quarter of a byte.
+"""Limit of corrections for rounding, less than the simulator's quarter of a byte.
 
-On long, fast traces sums reach 10 TB; their relative error is a byte, and a transfer would never end.
+On long, fast traces sums reach 10 TB, and their rounding error is a byte, so that a transfer would never end.
 """
 _MIN_STEP_S = 1e-6
 LOOKUP_ROUND_TRIPS = 3.0
-"""From dialling to the catalog's first byte: QUIC handshake, SETUP, request."""
+"""Round trips from connecting to the first byte of the catalog: QUIC handshake, SETUP, request."""
 
 
 def running_sums(trace: Trace) -> list[float]:
-    """Return the cumulative bytes at the start of each segment, and at the trace's end."""
+    """Return the cumulative bytes at the start of each segment and at the trace's end."""
     return [0.0, *accumulate((end - start) * rate for start, end, rate in trace.segments())]
 
 
@@ -72,8 +75,9 @@ class Capacity:
     ) -> None:
         """Create the link of one play.
 
-        ``start_s`` in the trace wraps; slow start begins ``rtt_s`` after the play with ``window`` bytes in flight,
-        unless the connection is warm; ``sums`` are the trace's `running_sums`, shared between plays.
+        The play starts at ``start_s`` in the trace, modulo its length. Slow start begins ``rtt_s`` after the play's
+        start with ``window`` bytes in flight; pass ``slow_start=False`` for a warm connection. ``sums`` are the trace's
+        `running_sums`, which plays can share.
         """
         self._starts = trace.times
         self._rates = trace.rates
@@ -91,11 +95,11 @@ class Capacity:
 
     @property
     def links(self) -> Sequence[Capacity]:
-        """Links of a play's sources; only this one unless it combines several."""
+        """Links of a play's sources: this link alone, unless it combines several."""
         return (self,)
 
     def rate(self, t: float) -> float:
-        """Return the rate at ``t``, bytes per second."""
+        """Return the rate at time ``t``, bytes per second."""
         if t < self._ramp_end:
             return next(rate for _, end, rate in self._ramp if t < end)
         return self._trace_rate(t)
@@ -115,13 +119,13 @@ class Capacity:
                     return max(t0, start + (target - level) / rate)
                 level += more
         wanted = self._origin + target - self._ramp_bytes + self._ramp_base
-        # Rounding errors must not wait for the end of an outage.
+        # A rounding error must not make a transfer wait for the end of an outage.
         wanted -= min(_ROUNDING * wanted, _MAX_ROUNDING_BYTES)
         turns = int(wanted // self._total)
         rest = wanted - turns * self._total
         if rest <= 0 and turns:
             turns, rest = turns - 1, self._total
-        # The first segment that reaches the sum; segments of rate zero reach it earlier.
+        # Find the first segment that reaches the sum. Segments of rate zero reach it earlier.
         index = max(bisect_left(self._sums, rest) - 1, 0)
         rate = self._rates[index]
         within = self._starts[index] + ((rest - self._sums[index]) / rate if rate > 0 else 0.0)
@@ -144,7 +148,7 @@ class Capacity:
             index += 1
 
     def points(self, until_s: float) -> tuple[Array, Array]:
-        """Return times from 0 to ``until_s``, and cumulative bytes, linear between them."""
+        """Return times from 0 to ``until_s``, and cumulative bytes, which are linear between these times."""
         steps = [step for step in self.series(until_s) if step[0] < until_s]
         times = np.array([*(t for t, _ in steps), until_s])
         return times, np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array([rate for _, rate in steps]))])
@@ -182,7 +186,7 @@ class Capacity:
             more = min(window, carried)
             segments.append((t, t + rtt_s, more / rtt_s))
             level += more
-            # Only received bytes open the window.
+            # The window grows by received bytes only.
             window += (WINDOW_GROWTH - 1.0) * more
             t += rtt_s
         self._ramp, self._ramp_end, self._ramp_bytes = segments, t, level
@@ -190,7 +194,7 @@ class Capacity:
 
 
 class JointCapacity(Capacity):
-    """One independent link per source of a play, with added capacities."""
+    """Independent links, one for each source of a play; their capacities are summed."""
 
     def __init__(self, links: Sequence[Capacity]) -> None:
         self._links = tuple(links)
@@ -219,7 +223,7 @@ class JointCapacity(Capacity):
         return list(zip(times[:-1].tolist(), (np.diff(carried) / np.diff(times)).tolist(), strict=True))
 
     def points(self, until_s: float) -> tuple[Array, Array]:
-        # Not from the rates: rounding must not move a time across a step.
+        # Rates are not summed: rounding must not move a time across a step.
         each = [link.points(until_s) for link in self._links]
         times = np.unique(np.concatenate([times for times, _ in each]))
         return times, np.sum([np.interp(times, *points) for points in each], axis=0)

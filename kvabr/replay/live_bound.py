@@ -1,9 +1,10 @@
-"""Replays of a cache during prefill: its producer, and the clairvoyant bound.
+"""Replays of a cache that is played during its prefill: its producer, and the clairvoyant bound.
 
-No byte of group k can leave before its publication P(k). For an end T, this gives nested capacities: for every k, the
-bytes of groups k and later fit into the link's bytes from P(k) to T. A greedy walk solves the linear relaxation: take
-the steps of all hulls, most loss saved per byte first, each as large as its capacities allow. The free end is searched
-as in `kvabr.replay.clairvoyant`. Decoding counts only for the last group, so the bound is loose for slow decoders.
+No byte of group k can leave before its publication P(k). For an end T of the play, this gives nested capacities: for
+every k, the bytes of groups k and later fit into the link's bytes from P(k) to T. A greedy algorithm solves the linear
+relaxation: take the steps of all hulls, most loss saved per byte first, each as large as its capacities allow. The best
+T is searched as in `kvabr.replay.clairvoyant`. Decoding time counts only for the last group, so the bound is loose for
+slow decoders.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Producer:
     begins_s: float = 0.0
     """Start of the prefill, seconds after the play began; may be negative."""
     surprise: float = 1.0
-    """Actual duration relative to the player's expectation."""
+    """Actual duration of the prefill divided by the duration that the player expects."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
@@ -43,11 +44,11 @@ class Producer:
             raise UsageError("the start of a prefill must be finite, and its surprise positive")
 
     def expected_s(self, catalog: Catalog) -> list[float]:
-        """Return the expected time of each group, seconds after the play began."""
+        """Return the expected publication time of each group, in seconds after the play began."""
         return self._times(catalog, self.seconds)
 
     def published_s(self, catalog: Catalog) -> list[float]:
-        """Return the publication time of each group, seconds after the play began."""
+        """Return the actual publication time of each group, in seconds after the play began."""
         return self._times(catalog, self.seconds * self.surprise)
 
     def _times(self, catalog: Catalog, seconds: float) -> list[float]:
@@ -61,12 +62,12 @@ class Producer:
 
 _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-7, 1e-3
 _MAX_ENDS = 400
-"""Ends tried; the result is a valid bound at any time."""
+"""Maximum number of ends to try; the search may stop at any time with a valid bound."""
 _ROUNDING_BYTES = 1e-6
 
 
 class LiveClairvoyant:
-    """Bound on players that know the link and the producer's times."""
+    """Lower bound for players that know the link and the producer's times."""
 
     def __init__(self, catalog: Catalog, decode_scale: float = 1.0, decode_latency_s: float = 0.0) -> None:
         """Prepare the steps of all hulls; ``decode_latency_s`` is added for the last batch."""
@@ -88,8 +89,9 @@ class LiveClairvoyant:
     ) -> Bound:
         """Return the bound of one play.
 
-        ``published_s`` is the publication time of each group, ascending; ``time_price`` is in nats per token for a
-        second before the first token; ``delay_s`` is the latency from publisher to player, in addition to the link.
+        ``published_s`` is the publication time of each group, ascending; ``time_price`` is the price of a second before
+        the first token, in nats per token; ``delay_s`` is the latency from publisher to player, in addition to the
+        link.
         """
         begins = [time_s + delay_s for time_s in published_s]
         first_s = begins[-1]
@@ -120,9 +122,9 @@ class LiveClairvoyant:
         return Bound(feasible=True, least_loss=least_loss, objective=objective, loss=loss, end_s=end_s, engine_s=0.0)
 
     def loss_at(self, capacity: Capacity, begins_s: Sequence[float], end_s: float) -> float:
-        """Return the lowest loss of any cache complete at ``end_s``; infinite if there is none.
+        """Return the lowest loss of any cache that is complete at ``end_s``; infinite if none can be.
 
-        ``begins_s``: earliest arrival of each group's bytes, ascending.
+        ``begins_s`` is the earliest arrival of each group's bytes, ascending.
         """
         last_s = end_s - self._tail_s
         if last_s < begins_s[-1]:

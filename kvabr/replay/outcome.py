@@ -16,7 +16,7 @@ from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.events import PlayEvent
 
 NO_CACHE_LOSS = 1.0
-"""Loss of an abandoned play, nats per token: about that of the whole prompt, measured on a real model."""
+"""Loss of an abandoned play, nats per token: about that of answering without the prompt, measured on a real model."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class PlayOutcome:
     link: list[tuple[float, float]] | None
     catalog: Catalog
     use: LinkUse | None = None
-    """Accounts for the link's bytes; None for a real play, and on a shared link."""
+    """Bytes of the link by use; None for a real play, and on a shared link."""
 
 
 def shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:
@@ -47,7 +47,7 @@ def shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> 
 
 
 def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now: float, deadline_s: float) -> None:
-    """Compute the whole prompt of a joined play that was abandoned at ``now``, as a client does."""
+    """Record that the whole prompt of a joined play, abandoned at ``now``, was computed, as a client does."""
     seconds = cost.seconds(0, catalog.tokens)
     record.delivered_s = now + seconds
     record.met = record.delivered_s <= deadline_s
@@ -64,7 +64,7 @@ def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now:
 
 
 def computed_rest(record: PlayRecord, catalog: Catalog, cost: PrefillCost, deadline_s: float) -> None:
-    """Compute the rest of a delivered prefix."""
+    """Record that the engine computed the rest of a prompt after its delivered prefix."""
     here = min((*record.missing[:1], catalog.groups if record.used is None else record.used))
     if here == catalog.groups or record.delivered_s is None:
         return
@@ -88,7 +88,7 @@ def computed_rest(record: PlayRecord, catalog: Catalog, cost: PrefillCost, deadl
 
 
 def valued(catalog: Catalog, config: PlayerConfig, deadline_s: float, record: PlayRecord) -> tuple[float, float]:
-    """Return loss and objective of a finished play, nats per token."""
+    """Return the loss and the objective of a finished play, nats per token."""
     ends_s, loss = record.delivered_s, NO_CACHE_LOSS
     if ends_s is None:
         ends_s = config.give_up_after * deadline_s
@@ -172,5 +172,5 @@ def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
 
 
 def rounded(value: float | None) -> float | None:
-    """Return a number with the precision of reports."""
+    """Round a number to the precision of reports."""
     return None if value is None else float(f"{value:.9g}")

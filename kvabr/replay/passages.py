@@ -1,8 +1,8 @@
-"""Replays of a prompt joined from passages, and their bound. Of the text before them only the length counts.
+"""Replays of a prompt joined from passages, and their bound. Only the length of the text before the passages matters.
 
-The bound is the minimum over all numbers of tokens to recompute at the end of a play. A schedule that recomputes a
-share costs at least the bound of a play shortened by that time, with the passages' losses at that share. Choosing the
-tokens is free during the transfer.
+The bound is the minimum over all shares of tokens that a play may recompute at its end. A schedule that recomputes a
+share costs at least the bound of a play that is shorter by the time of recomputing, with the passages' losses at that
+share. Choosing the tokens takes no time, as it can be done during the transfer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def prompt_of(
 ) -> Catalog:
     """Return the catalog of a prompt made of passages, in order; the engine computes passages that do not join.
 
-    ``exact`` is the number of tokens before the first passage, at least one; ``max_loss`` is that of the joined cache,
-    nats per generated token; ``refused`` receives the index of each passage that is not joined, and the reason.
+    ``exact`` is the number of tokens before the first passage, at least one; ``max_loss`` is the maximum loss of the
+    joined cache, nats per generated token; ``refused`` is called with the index of each passage that is not joined, and
+    the reason.
 
     Raises:
-        UsageError: a catalog is not a passage or is of another model; there is no text before the passages; or none of
-            them can be joined.
+        UsageError: a catalog is not a passage or is of another model; there is no text before the passages; or no
+            passage can be joined.
     """
     if exact < 1:
         raise UsageError(f"--exact must be at least 1: a prompt of passages begins with its own text; got {exact}")
@@ -73,7 +74,7 @@ def prompt_of(
 
 @dataclass(frozen=True, slots=True)
 class BlendClairvoyant:
-    """Bound on players that know the link."""
+    """Lower bound for players that know the link."""
 
     options: tuple[tuple[BlendOption, Clairvoyant], ...]
     gpu_price: float
@@ -88,13 +89,13 @@ class BlendClairvoyant:
         config: PlayerConfig,
         new: Callable[[Catalog], Clairvoyant],
     ) -> BlendClairvoyant:
-        """Prepare the bounds of all options of a play; ``new`` returns the clairvoyant of a catalog."""
+        """Prepare the bounds for all options of a play; ``new`` creates the clairvoyant of a catalog."""
         plan = BlendPlan(ladder, cost, goal, time_price=config.time_price, gpu_price=config.gpu_price)
         made = tuple((option, new(at_share(ladder.catalog, option.share))) for option in plan.options)
         return cls(made, config.gpu_price if math.isfinite(config.gpu_price) else 0.0)
 
     def best(self, bound: Callable[[Clairvoyant, float], Bound]) -> Bound:
-        """Return one play's bound; ``bound`` returns a clairvoyant's, given the seconds that the play is shorter."""
+        """Return the bound of a play; ``bound`` computes that of a clairvoyant for a play shortened by some seconds."""
         found = INFEASIBLE
         for option, clairvoyant in self.options:
             one = bound(clairvoyant, option.seconds)

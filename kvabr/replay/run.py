@@ -39,9 +39,9 @@ class Matrix:
     """Start points per trace: its beginning, then random ones."""
     seed: int = 0
     timelines: int = 0
-    """Maximum number of plays with a timeline, from the first start of each trace and policy; -1 for all plays."""
+    """Maximum number of plays with a timeline: first starts of each trace and policy are preferred; -1: all plays."""
     detail: bool = True
-    """Whether the report lists every group of every run, and the steps for verification."""
+    """True if the report lists every group of every run, and the steps for verification."""
 
     def __post_init__(self) -> None:
         if not self.traces:
@@ -51,7 +51,7 @@ class Matrix:
         if not 1 <= self.starts <= MAX_STARTS:
             raise UsageError(f"starts must be 1 to {MAX_STARTS:,} per trace, got {self.starts:,}")
         for policy in self.policies:
-            load_policy(policy)()  # find a bad name or file before hours of work
+            load_policy(policy)()  # find a wrong name or file before hours of work
         if self.options.estimator is not None:
             load_estimator(self.options.estimator)()
 
@@ -69,7 +69,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One start of one trace, played with every policy."""
+    """One start of one trace, to play with every policy."""
 
     trace: int
     start_s: float
@@ -77,10 +77,10 @@ class Task:
 
 
 def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[int], None] | None = None) -> Report:
-    """Play everything, in ``jobs`` processes (None: one per core; 1: this process).
+    """Play all plays of a matrix, in ``jobs`` processes (None: one per core; 1: this process).
 
-    ``on_progress`` receives the number of plays finished since the last call. Raise `PolicyError` for a policy's error
-    or invalid decision, `PlayError` if a worker process died.
+    ``on_progress`` is called with the number of plays finished since the last call. Raise `PolicyError` for a policy's
+    error or invalid decision, `PlayError` if a worker process died.
     """
     todo = list(tasks(matrix))
     play = partial(_play, matrix, Experiment(matrix.catalog, matrix.options))
@@ -103,7 +103,7 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
 
 
 def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the report of the runs."""
+    """Return the report for the given runs."""
     catalog, options = matrix.catalog, matrix.options
     return {
         "schema": SCHEMA,
@@ -147,7 +147,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tasks(matrix: Matrix) -> Iterator[Task]:
-    """Yield all tasks in order; the same seed gives the same starts."""
+    """Yield all tasks in order. The same seed gives the same starts."""
     kept = 0
     for index, trace in enumerate(matrix.traces):
         dice = random.Random(f"{matrix.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets

@@ -29,7 +29,7 @@ from kvabr.types.joined import joined_passages
 
 EPSILON = 1e-9
 _COMPLETE_BYTES = 0.5
-"""A flow with fewer missing bytes is complete."""
+"""A flow is complete if fewer bytes than this are missing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class _Flow:
     priority: int
     opens_s: float
     closes_s: float = float("inf")
-    """When a cancelled flow stops using capacity."""
+    """Time when a cancelled flow stops using capacity, seconds."""
     received: float = 0.0
     reported: int = 0
     seen: bool = False
@@ -48,16 +48,16 @@ class _Flow:
 
 @dataclass(slots=True)
 class LinkUse:
-    """Link bytes outside the delivered cache, which explain its quality."""
+    """Bytes of the link that did not contribute to the delivered cache."""
 
     ghost_bytes: float = 0.0
-    """Bytes carried for cancelled requests."""
+    """Bytes transferred for cancelled requests."""
     waiting_bytes: float = 0.0
-    """Bytes that the link could have carried by the deadline while it served no request in flight."""
+    """Bytes that the link could have carried before the deadline, but did not while requests were in flight."""
     cut_bytes: float = 0.0
-    """Bytes received of requests in flight at the end of the play."""
+    """Bytes received for requests that were in flight at the end of the play."""
     cut_reported_bytes: int = 0
-    """Bytes of `cut_bytes` reported to the session, which counts them as wasted."""
+    """The part of `cut_bytes` that was reported to the session, which counts it as wasted."""
 
 
 class Machine:
@@ -74,16 +74,16 @@ class Machine:
     ) -> None:
         self._latency_s, self._now = decode_latency_s, 0.0
         self._batch: list[tuple[int, float]] = []
-        """Requests waiting for the next batch, with their seconds of decoding."""
+        """Requests that wait for the next batch, with their seconds of decoding."""
         self._session, self._catalog, self._cost, self._decode_scale = session, catalog, cost, decode_scale
         self._decoders = [0.0] * decoders
         self._decoding: list[tuple[float, int, int, float]] = []
-        """Heap of the groups being decoded: end, order of the action, request, seconds of decoding."""
+        """Heap of groups being decoded: end, order of the action, request, seconds of decoding."""
         self._decodes = 0
         self._engine: list[tuple[float, Recompute | ChooseTokens | RecomputeTokens]] = []
 
     def begin(self, action: Decode | Recompute | ChooseTokens | RecomputeTokens, now: float) -> None:
-        """Begin an action of the session; batches begin in `next_s`, when all requests of the moment are known."""
+        """Begin an action of the session. Batches begin in `next_s`, when all simultaneous requests are known."""
         self._now = now
         if not isinstance(action, Decode):
             begins_s = max([now, *(end for end, _ in self._engine)])
@@ -102,7 +102,7 @@ class Machine:
 
     def _engine_s(self, action: Recompute | ChooseTokens | RecomputeTokens) -> float:
         cost, tokens = self._cost, self._catalog.tokens
-        assert cost is not None  # noqa: S101  # a session without a cost model never recomputes
+        assert cost is not None  # noqa: S101  # sessions without a cost model never recompute
         if isinstance(action, Recompute):
             first, last = map(self._catalog.tokens_before, (action.first, action.last))
             return cost.seconds(first, last - first)
@@ -129,7 +129,7 @@ class Machine:
         return min(decoded_s, self._engine[0][0]) if self._engine else decoded_s
 
     def report(self, now: float) -> None:
-        """Report to the session everything completed by ``now``."""
+        """Report everything that is completed by ``now`` to the session."""
         self._now = now
         while self._decoding and self._decoding[0][0] <= now + EPSILON:
             _, _, request, seconds = heappop(self._decoding)
@@ -149,17 +149,17 @@ class _Pipe:
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
         self.coming: deque[_Flow] = deque()
-        """Flows still waiting for their first byte, earliest first."""
+        """Flows that wait for their first byte, earliest first."""
         self._open: list[tuple[int, int, _Flow]] = []
-        """Heap of the others by priority and order of request; may contain completed flows."""
+        """Heap of the other flows by priority and order of request; may contain completed flows."""
         self.served: _Flow | None = None
 
     def push(self, flow: _Flow) -> None:
-        """Add a flow that can receive its first byte at once."""
+        """Add a flow that can receive its first byte immediately."""
         heappush(self._open, (flow.priority, flow.request, flow))
 
     def first(self, now: float) -> _Flow | None:
-        """Return the open flow that uses the capacity now: lowest priority number, then first requested."""
+        """Return the open flow that uses the capacity now: lowest priority number, then earliest request."""
         coming, opened = self.coming, self._open
         while coming and coming[0].opens_s <= now + EPSILON:
             self.push(coming.popleft())
@@ -171,7 +171,7 @@ class _Pipe:
         return None
 
     def next_s(self, now: float, then: float) -> float:
-        """Return the time of the next change on the link, at most ``then``."""
+        """Return the time of the next change on the link, not after ``then``."""
         served = self.served
         if served is not None:
             # Aim a quarter of a byte short, so that a rounding error cannot move the end past an outage.
@@ -202,14 +202,14 @@ class Simulator:
         decode_latency_s: float = 0.0,
         published_s: Sequence[float] = (),
     ) -> None:
-        """Prepare a play, to start with `run`.
+        """Prepare a play; `run` starts it.
 
         ``first_byte_s`` is the processing time of a request at both ends; ``decode_latency_s`` is as in
         `kvabr.replay.experiment.ReplayOptions`; ``published_s`` are the publication times of a live asset's groups,
         ascending.
         """
         self._published_s = [time_s + rtt_s / 2 for time_s in published_s]
-        """When the player learns of each group and its base begins to arrive."""
+        """Times when the player is informed of each group, and its base starts to arrive."""
         self._published = 0
         self._session, self._rtt_s = session, rtt_s
         self._pipes = [_Pipe(link) for link in capacity.links]
@@ -222,7 +222,7 @@ class Simulator:
         """Play to the end.
 
         Raises:
-            PolicyError: from the session's policy.
+            PolicyError: the session's policy raised it.
         """
         session = self._session
         now = 0.0
@@ -269,7 +269,7 @@ class Simulator:
 
     def _next(self, now: float) -> float:
         then = self._session.next_timer()
-        assert then is not None  # noqa: S101  # the play is not over
+        assert then is not None  # noqa: S101  # the play is not over yet
         then = min(then, self._machine.next_s(), *self._published_s[self._published : self._published + 1])
         for pipe in self._pipes:
             then = pipe.next_s(now, then)

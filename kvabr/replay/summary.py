@@ -14,10 +14,11 @@ _ROUNDING = 1e-7
 def summarise(runs: Sequence[dict[str, Any]], digits: int = 9) -> dict[str, Any]:
     """Return the ``summary`` of a replay report: one entry per policy, in order of first appearance.
 
-    Hit ratio, TTFT, loss and regret cover the feasible plays, in which a clairvoyant player could have met the
-    deadline. ``infeasible`` counts the others; ``infeasible_ttft_p50_s`` and ``infeasible_ttft_p95_s`` are their TTFT.
-    ``below_bound`` counts plays that cost less than the bound, which indicates errors of the bound. Abandoned plays
-    have infinite TTFT; a percentile among them is None. Numbers keep ``digits`` significant digits.
+    Hit ratio, TTFT, loss and regret are over the feasible plays, in which a clairvoyant player could have met the
+    deadline. ``infeasible`` counts the other plays; ``infeasible_ttft_p50_s`` and ``infeasible_ttft_p95_s`` are their
+    TTFT. ``below_bound`` counts plays that cost less than the bound, which indicates errors of the bound. The TTFT of
+    an abandoned play counts as infinite; an infinite percentile is given as None. Numbers have ``digits`` significant
+    digits.
     """
     by_policy: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -45,7 +46,7 @@ def wilson(hits: int, runs: int) -> tuple[float, float]:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """Return a percentile by linear interpolation between the nearest ranks, if there are values."""
+    """Return a percentile by linear interpolation between the nearest ranks; None without values."""
     ranked = sorted(values)
     if not ranked:
         return None
@@ -57,7 +58,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Return the arithmetic mean, if there are values."""
+    """Return the arithmetic mean; None without values."""
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from kvabr.types.errors import TraceError
 
 MAX_SEGMENTS = 4_000_000
-"""More than an hour of milliseconds."""
+"""Maximum number of segments: more than an hour of milliseconds."""
 BYTES_PER_MBIT = 125_000.0
-"""Rates are bytes per second inside kvabr, and Mbit/s for people."""
+"""Bytes per Mbit. Rates are bytes per second inside kvabr, and Mbit/s in files and output."""
 
 
 class SegmentError(TraceError):
@@ -33,7 +33,7 @@ class Trace:
     """
 
     name: str
-    """Family and file, such as ``hsdpa_3g/norway_bus_1``."""
+    """Family and file name, such as ``hsdpa_3g/norway_bus_1``."""
     family: str
     times: tuple[float, ...]
     """Start of each segment, seconds, ascending from 0."""
@@ -42,7 +42,7 @@ class Trace:
     duration_s: float
     """End of the last segment, where the trace wraps."""
     rtt_s: float | None = None
-    """Mean over the trace, if the format records round trips."""
+    """Mean round trip time over the trace, seconds; None if the file has none."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -67,7 +67,7 @@ class Trace:
 
 
 def _check(trace: Trace) -> None:
-    """Raise unless a link model can play the trace. All validation of traces is here."""
+    """Raise `TraceError` if a link model cannot play the trace. All validation of traces is here."""
     name, times, rates = trace.name, trace.times, trace.rates
     if not times:
         raise TraceError(f"trace {name}: it has no samples; a trace needs at least one")
@@ -117,7 +117,7 @@ def _rate_problem(rate: float) -> str | None:
 
 
 def three(value: float) -> str:
-    """Return a number with three significant digits, at most two decimal places, without an exponent."""
+    """Format a number with three significant digits and at most two decimal places, without an exponent."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,7 +1,7 @@
-"""Verify a simulated play with the real model: decode, recompute, assemble, score.
+"""Verifies a simulated play with the real model: decode, recompute, assemble, score.
 
-The steps run on the asset's bytes in their original order, so recomputed groups inherit the errors of lossy groups
-before them.
+The steps of the play run in their original order on the asset's bytes, so recomputed groups inherit the errors of
+preceding lossy groups.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Verification:
     dnll: float
     top1: float
     loss: float
-    """Measured counterpart of the catalog's loss, as `Quality.loss`."""
+    """Measured loss, defined like `Quality.loss`, to compare with the loss in the catalog."""
     predicted: float
 
     def to_json(self) -> dict[str, float]:
@@ -76,8 +76,8 @@ def load_profile(asset: Asset) -> Profile | None:
 
     Raises:
         AssetError: the profile is missing.
-        FormatError: it is not the one named in the catalog.
-        ForeignError: it is of another model.
+        FormatError: the profile is not the one that the catalog names.
+        ForeignError: the profile is for another model.
     """
     data = asset.profile_bytes()
     if data is None:

@@ -1,4 +1,4 @@
-"""Worker processes that never outlive their parent, and leave Ctrl-C to it.
+"""Worker processes that never outlive their parent process, and do not handle Ctrl-C.
 
 `ProcessPoolExecutor` loses a Ctrl-C received while it forks (Python ignores exceptions in fork hooks), and can wait
 forever for a worker killed while it sends a result.
@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 
 
 def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Simulate one play; name it in any `PolicyError`."""
+    """Simulate one play; add its name to any `PolicyError`."""
     try:
         return call(*args, **kwargs)
     except PolicyError as error:
@@ -37,7 +37,7 @@ def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kw
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Postpone Ctrl-C to the end of the body; processes started in the body never receive it."""
+    """Postpone Ctrl-C to the end of the body; processes that are started in the body never receive it."""
     received: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
     # A library's thread may still receive a blocked signal and run the handler.
@@ -58,8 +58,8 @@ def in_processes(
 ) -> Generator[tuple[int, Found], None, None]:
     """Yield each task's index and ``work(task)`` as results arrive from forked processes; with one process, run here.
 
-    Closing the iterator kills the processes at once. Raise `UsageError` for less than one process, `PlayError` if one
-    died, or the first exception of ``work``.
+    Closing the iterator kills the processes immediately. Raise `UsageError` for less than one process, `PlayError` if a
+    process died, or the first exception of ``work``.
     """
     if processes < 1:
         raise UsageError(f"processes must be at least 1, got {processes}")
@@ -111,13 +111,13 @@ def _serve(pipe: Connection, others: Sequence[Connection], work: Callable[[Any],
     """Serve tasks until the parent closes its end of the pipe, or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in others:
-        other.close()  # a pipe ends only when all its copies are closed, and a fork inherits them
+        other.close()  # a pipe is closed only when all copies are, and a fork inherits copies
     with suppress(EOFError, OSError):
         while True:
             task = pipe.recv()
             try:
                 answer = work(task)
-            except Exception as error:  # noqa: BLE001 - raised in the parent
+            except Exception as error:  # noqa: BLE001 - raised again in the parent
                 error.add_note(traceback.format_exc())  # pickling drops the traceback
                 answer = error
             pipe.send(answer)

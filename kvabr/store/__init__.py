@@ -1,1 +1,1 @@
-"""Where encoded groups and assets are kept: folders, memory, index and quota."""
+"""Stores of encoded groups and assets: folders, buckets and memory, with an index and quotas."""

@@ -1,4 +1,4 @@
-"""Inventory, checks and copies of a store or a folder of stores."""
+"""Lists, checks and copies the contents of a store, or of a folder of stores."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class Holding:
     """An asset in a store."""
 
     name: str
-    """Path of its store below the location, and prompt digest."""
+    """Path of the store relative to the location, and prompt digest."""
     model: str
     tokens: int
     created_s: float
-    """Time of publication by the store's clock, seconds since 1970."""
+    """Time of publication by the store's clock, in seconds since 1970."""
     measured: bool
-    """Whether its losses were measured, which is expensive."""
+    """True if losses were measured."""
     objects: Mapping[str, int]
-    """Bytes of its objects, by path below the location; assets may share objects."""
+    """Sizes in bytes of the asset's objects, by path relative to the location; assets may share objects."""
     tracks: Mapping[str, int]
 
     @property
     def bytes(self) -> int:
-        """All its bytes, including shared ones."""
+        """Total size in bytes, including shared objects."""
         return sum(self.objects.values())
 
 
 def total_bytes(holdings: Iterable[Holding]) -> int:
-    """Return the bytes of assets together; shared bytes count once."""
+    """Return the total size of assets in bytes; shared objects count once."""
     shared: dict[str, int] = {}
     for holding in holdings:
         shared.update(holding.objects)
@@ -56,7 +56,7 @@ class Inventory:
     holdings: tuple[Holding, ...]
     damaged: Mapping[str, str] = field(default_factory=dict)
     unreferenced_bytes: int = 0
-    """Bytes of frames that no catalog names: of a running publisher, of a cache of groups, or garbage."""
+    """Bytes of frames that no catalog names. They belong to a running publisher or a group cache, or are garbage."""
 
 
 def inventory(tree: StoreTree, progress: Progress = silent) -> Inventory:
@@ -85,7 +85,7 @@ def _holding(label: str, catalog: Catalog, found: StoredObject) -> Holding:
 
 
 def full_name(names: Collection[str], text: str) -> str:
-    """Return the only asset name that begins with ``text``; raise `NotFoundError` if there are none or several."""
+    """Return the only asset name that starts with ``text``; raise `NotFoundError` if there is none or several."""
     found = [text] if text in names else [name for name in names if name.startswith(text)]
     if len(found) != 1:
         what = "no asset" if not found else f"{len(found)} assets"
@@ -94,13 +94,13 @@ def full_name(names: Collection[str], text: str) -> str:
 
 
 def names_in(tree: StoreTree) -> dict[str, AssetStore]:
-    """Return the names of all assets with their stores."""
+    """Return the store of each asset, by the asset's name."""
     stores, _ = tree.find()
     return {label + prompt: store for label, store in stores.items() for prompt in store.list()}
 
 
 def remove(tree: StoreTree, names: Collection[str], *, unreferenced: bool = False, progress: Progress = silent) -> int:
-    """Remove assets by name, and return the freed bytes; see `remove_assets`."""
+    """Remove assets by name; return the number of freed bytes. See `remove_assets`."""
     freed, stores = 0, tree.find()[0]
     for label, store in stores.items():
         own = [name.removeprefix(label) for name in names if name.startswith(label) and "/" not in name[len(label) :]]
@@ -124,7 +124,7 @@ class Damage:
 
 
 def find_damage(tree: StoreTree, *, deep: bool = False, progress: Progress = silent) -> list[Damage]:
-    """Check all assets, and return the bad ones; ``deep`` also reads all frames. Raise `AssetError` without access."""
+    """Check all assets; return the damaged ones. ``deep`` also reads all frames. Raise `AssetError` without access."""
     assets, sizes = names_in(tree), dict[AssetStore, dict[str, int]]()
     bad = [Damage(name, why, "it may be undamaged") for name, why in sorted(tree.find()[1].items())]
     for number, name in enumerate(sorted(assets), 1):
@@ -137,7 +137,7 @@ def find_damage(tree: StoreTree, *, deep: bool = False, progress: Progress = sil
             if deep:
                 asset.check_frames()
         except MissingAssetError:
-            pass  # removed meanwhile
+            pass  # removed in the meantime
         except KvabrError as error:
             bad.append(Damage(name, str(error), _advice(error)))
         progress("checking", number, len(assets))
@@ -160,7 +160,7 @@ class Copied:
     assets: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    """Errors of assets that are damaged or could not be written."""
+    """Errors by name of assets that are damaged or could not be written."""
     bytes: int = 0
 
 
@@ -172,9 +172,9 @@ def copy_assets(
     model: str | None = None,
     progress: Progress = silent,
 ) -> Copied:
-    """Copy assets, by full name or all, perhaps of one model; check each frame.
+    """Copy assets, and check each frame: those in ``names`` (full names; default: all), only of one ``model`` if given.
 
-    Complete assets of the target stay. Raises `UsageError` for a missing name.
+    Assets that are complete in the target are not replaced. Raise `UsageError` for a missing name.
     """
     done, there = Copied(), names_in(source)
     if missing := set(names) - there.keys():
@@ -200,7 +200,7 @@ def copy_assets(
 
 
 def _held(store: AssetStore, prompt: str) -> bool | None:
-    """Return whether the target's copy is damaged; None if there is none."""
+    """Return True for a damaged copy in the target, False for an intact one, None without a copy."""
     if not store.has(prompt):
         return None
     try:
@@ -226,7 +226,7 @@ def _copy(asset: Asset, target: AssetStore, *, force: bool) -> int:
                     frame = asset.frame(group, track.name)
                     writer.frame(group, track.name, frame, track.digests[group])
                     size += len(frame)
-        with suppress(AssetError):  # only a publisher's folder has them
+        with suppress(AssetError):  # only a publisher's folder has token ids
             writer.prompt(asset.prompt())
         writer.commit(catalog)
     return size

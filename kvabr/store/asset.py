@@ -1,4 +1,4 @@
-"""A published cache in a store: catalog, frames, codec profile, and perhaps the token ids of its prompt.
+"""A published cache in a store: catalog, frames, codec profile, and possibly the token ids of its prompt.
 
 All data is checked against the catalog before use.
 """
@@ -30,22 +30,22 @@ from kvabr.types.naming import chain, prefix_key
 from kvabr.types.passage import passage_chain
 
 LOADED_BYTES = 64 << 10
-"""Smaller frames are read at once, larger ones piece by piece from an open file."""
+"""Frames smaller than this are read at once, larger ones piece by piece from an open file."""
 _POOLED_BYTES = 256 << 10
-"""Larger pieces are read into pooled memory: fresh memory costs several times the reading."""
+"""Pieces larger than this are read into pooled memory: allocating memory takes longer than reading."""
 _ADVICE = "encode the asset again"
 
 
 class AssetVersion(NamedTuple):
-    """One version of an asset: its catalog's size and time."""
+    """Identifies a version of an asset by its catalog's size and time."""
 
     size: int
     modified_s: float
-    """Time of publication, seconds since 1970; of two assets with one name the newer is served."""
+    """Time of publication, seconds since 1970. Of several versions of an asset, the newest is served."""
 
 
 class FrameReader(ABC):
-    """A frame's bytes, in memory or in a file that stays open until `close`."""
+    """Reads a frame from memory, or from a file that stays open until `close`."""
 
     size: int
 
@@ -68,7 +68,7 @@ class LoadedFrame(FrameReader):
 
 
 class FrameFile(FrameReader):
-    """A frame in a file, not mapped: truncating a mapped file would end the process (SIGBUS)."""
+    """A frame in a file. The file is not mapped: truncating a mapped file would end the process (SIGBUS)."""
 
     def __init__(self, path: str, file: BufferedReader, place: FramePlace) -> None:
         self._path, self._file, self._first = path, file, place.first
@@ -93,16 +93,16 @@ class FrameFile(FrameReader):
 
 
 class FrameStore(Protocol):
-    """Stores frames while they are made and measured."""
+    """Stores frames while they are encoded and measured."""
 
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
         """Describe the asset, see `AssetWriter.begin`."""
 
     def frame(self, group: int, track: str, frame: bytes, digest: str) -> None:
-        """Write a published track's frame; ``digest`` is the frame's."""
+        """Write a frame of a published track; ``digest`` is that of the frame."""
 
     def read_frame(self, group: int, track: str) -> bytes | memoryview:
-        """Return a written frame."""
+        """Return a frame that was written."""
 
     def profile(self, data: bytes) -> None:
         """Write the codec profile, if needed."""
@@ -110,7 +110,7 @@ class FrameStore(Protocol):
 
 @contextmanager
 def as_asset_errors() -> Iterator[None]:
-    """Turn failed requests into `AssetError`."""
+    """Convert errors of requests to `AssetError`."""
     try:
         yield
     except TransportError as error:
@@ -118,14 +118,14 @@ def as_asset_errors() -> Iterator[None]:
 
 
 class Asset:
-    """One version of a published cache. Assets compare by identity."""
+    """One version of a published cache. Assets are compared by identity."""
 
     def __init__(self, store: Store, name: str, prompt: str, version: AssetVersion) -> None:
-        """Read the catalog of a prompt or passage digest. ``version`` was found before.
+        """Read the catalog of a prompt or passage digest; ``version`` is known from a listing.
 
         Raises:
             AssetError: the catalog cannot be read.
-            FormatError: it is damaged, of another prompt, or of a newer version.
+            FormatError: the catalog is damaged, of another prompt, or of a newer version.
         """
         self.store, self.name, self.version = store, name, version
         self.location = store.where(catalog_name(prompt))
@@ -141,16 +141,16 @@ class Asset:
 
     @property
     def local(self) -> bool:
-        """Whether `open_frame` returns at once; a server reads other frames in threads."""
+        """True if `open_frame` does not block for long."""
         return isinstance(self.store, LocalStore)
 
     @cached_property
     def prefix_keys(self) -> tuple[bytes, ...]:
-        """Each group's key in names of lookups; raise `FormatError` for an invalid digest."""
+        """Key of each group in names of lookups; raise `FormatError` for an invalid digest."""
         return tuple(map(prefix_key, self.catalog.chunks))
 
     def is_current(self) -> bool:
-        """Return whether a folder still has this version; True for other stores."""
+        """Return True if a folder still has this version. Always True for other stores."""
         return not isinstance(self.store, LocalStore) or version_in(self.store, self.prompt_digest) == self.version
 
     @property
@@ -160,14 +160,14 @@ class Asset:
 
     @cached_property
     def objects(self) -> dict[str, int]:
-        """Bytes of each object with frames."""
+        """Size in bytes of each object with frames."""
         return objects_of(self.catalog)
 
     def check_parts(self, sizes: Mapping[str, int] | None = None) -> None:
-        """Check the sizes of all objects, and the profile's digest; frames are checked by players.
+        """Check the sizes of all objects and the profile's digest; players check the frames.
 
-        ``sizes`` are those of all objects with frames, if known. Raises `AssetError` for frames, `FormatError` for the
-        profile.
+        ``sizes`` are the known sizes of all objects with frames (None: request them). Raise `AssetError` for frames,
+        `FormatError` for the profile.
         """
         if sizes is None:
             sizes = object_sizes(self.store)
@@ -178,13 +178,13 @@ class Asset:
         self.profile_bytes()
 
     def check_frames(self) -> None:
-        """Check the digests of all frames, which takes long; errors as `frame`."""
+        """Check the digests of all frames; errors as for `frame`."""
         for track in self.catalog.published.values():
             for group in range(len(track.bytes)):
                 self.frame(group, track.name)
 
     def place(self, group: int, track: str) -> FramePlace:
-        """Return a frame's place; raise `FormatError` for a missing track, `IndexError` for a missing group."""
+        """Return where a frame is stored; raise `FormatError` for a missing track, `IndexError` for a missing group."""
         found = placed(self.catalog, track, group)
         if found is None:
             groups = len(self.catalog.published_track(track).bytes)
@@ -194,7 +194,7 @@ class Asset:
     def open_frame(self, group: int, track: str) -> FrameReader:
         """Open a published frame; its size is checked, but not its digest.
 
-        Raises `AssetError` if it cannot be read, or its object is too short.
+        Raise `AssetError` if the frame cannot be read, or its object is too short.
         """
         place = self.place(group, track)
         if isinstance(self.store, LocalStore):
@@ -205,7 +205,8 @@ class Asset:
     def frame(self, group: int, track: str) -> memoryview:
         """Return a published frame, checked against the catalog.
 
-        Raises `AssetError` if it is missing or unreadable, `FormatError` if it is damaged, or there is no such track.
+        Raise `AssetError` if the frame is missing or unreadable, `FormatError` if it is damaged, or if there is no such
+        track.
         """
         place = self.place(group, track)
         with as_asset_errors():
@@ -225,7 +226,7 @@ class Asset:
         return data
 
     def catalog_bytes(self) -> bytes:
-        """Return the catalog's bytes; raise `AssetError` if it is gone or replaced."""
+        """Return the catalog's bytes; raise `AssetError` if it was removed or replaced."""
         name = catalog_name(self.prompt_digest)
         with as_asset_errors():
             data = bytes(self.store.blocked(self.store.get(name, limit=MAX_CATALOG_BYTES)))
@@ -236,14 +237,14 @@ class Asset:
     def profile_bytes(self) -> bytes | None:
         """Return the codec profile's bytes, or None if no track needs one.
 
-        Raises `AssetError` if it is missing, `FormatError` if it has another digest.
+        Raise `AssetError` if the profile is missing, `FormatError` if it has another digest.
         """
         return None if self.catalog.profile is None else read_profile(self.store, self.catalog)
 
     def prompt(self) -> Prompt:
         """Return the token ids of the prompt and its continuation.
 
-        Raises `AssetError` if they are missing, as in a fetched asset, `FormatError` if damaged.
+        Raise `AssetError` if the token ids are missing, as in a fetched asset, `FormatError` if they are damaged.
         """
         name = prompt_name(self.prompt_digest)
         where = self.store.where(name)
@@ -260,7 +261,7 @@ class Asset:
         return prompt
 
     def has_prompt(self) -> bool:
-        """Return whether token ids are stored; assets of engines, and copies, have none."""
+        """Return True if token ids are stored; assets of engines and copies do not have them."""
         try:
             return self.store.blocked(exists(self.store, prompt_name(self.prompt_digest)))
         except TransportError:
@@ -271,7 +272,7 @@ class Asset:
         if len(tokens) != self.catalog.tokens:
             return False
         if prompt.seal is not None:
-            # The digests are salted, and the salt is not stored.
+            # The digests are salted and the salt is not stored, so the seal is checked instead.
             return prompt.is_sealed_for(self.prompt_digest)
         named = chain if self.catalog.passage is None else passage_chain
         digests = named(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
@@ -279,7 +280,7 @@ class Asset:
 
 
 def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
-    """Open a frame in a folder, or read a small one; raise `AssetError` if incomplete."""
+    """Open a frame in a folder, or read it if it is small; raise `AssetError` if it is incomplete."""
     with as_asset_errors():
         file = store.open(place.name)
     size, where = os.fstat(file.fileno()).st_size, store.where(place.name)
@@ -294,7 +295,7 @@ def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
 
 
 def read_profile(store: Store, catalog: Catalog) -> bytes:
-    """Return a catalog's codec profile; raise `AssetError` if it is missing, `FormatError` if it is another one."""
+    """Return the codec profile of a catalog; raise `AssetError` if it is missing, `FormatError` for another digest."""
     name, size = profile_name(catalog.profile or ""), catalog.profile_bytes
     if size > MAX_PROFILE_BYTES:
         raise FormatError(f"{store.where(name)}: a profile of {size} bytes is more than any model needs")
@@ -306,13 +307,13 @@ def read_profile(store: Store, catalog: Catalog) -> bytes:
 
 
 def object_sizes(store: Store) -> dict[str, int]:
-    """Return the bytes of all objects with frames; raise `AssetError` if listing fails."""
+    """Return the size in bytes of each object with frames; raise `AssetError` if listing fails."""
     with as_asset_errors():
         return {name: found.size for name, found in store.blocked(listing(store, GROUPS)).items()}
 
 
 def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
-    """Return an asset's version in a folder; None without access."""
+    """Return the current version of an asset in a folder; None without access."""
     try:
         found = Path(store.folder, catalog_name(prompt)).stat()
     except OSError:
@@ -321,7 +322,7 @@ def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
 
 
 def is_damage(error: KvabrError) -> bool:
-    """Return whether a failed check means damage, rather than an asset that is unreadable here or now."""
+    """Return True if the error of a check means damage, False if the asset is only unreadable."""
     if isinstance(error, VersionError):
         return False
     return not isinstance(error.__cause__, TransportError) or isinstance(error.__cause__, NotFoundError)

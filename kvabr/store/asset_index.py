@@ -1,7 +1,7 @@
 """Indexes the assets of a store, and resolves names to assets.
 
-`AssetView` uses only the assets that one reader may see: missing and forbidden assets take the same steps, so neither
-the answer nor its timing reveals them.
+`AssetView` has only the assets that one reader may see. Lookups of missing and of forbidden assets run the same code,
+so neither the answer nor its timing reveals forbidden assets.
 """
 
 from __future__ import annotations
@@ -41,29 +41,31 @@ _UNKNOWN = AssetVersion(0, 0.0)
 
 
 class Shared(NamedTuple):
-    """An asset that shares a prefix with a prompt."""
+    """An asset that has a prefix in common with a prompt."""
 
     playable: int
-    """Leading groups that can be played: fewer than shared if a state has no snapshot at the end."""
+    """Number of leading groups that can be played: fewer than those in common if a state has no snapshot at their end.
+    """
     group: int
     asset: Asset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssetView:
-    """The names that one reader may use, and their assets."""
+    """The names that one reader may use, and the assets for them."""
 
     assets: dict[TrackNamespace, Asset] = field(default_factory=dict)
     profiles: dict[TrackNamespace, Asset] = field(default_factory=dict)
     prefixes: dict[TrackNamespace, dict[bytes, Shared]] = field(default_factory=dict)
-    """By the lookup's namespace (the first group's digest), for each group's key: the asset with the most playable
-    groups, of equals the newest. Passages are no prefixes."""
+    """By the lookup's namespace (the first group's digest) and a group's key: the asset with the most playable groups;
+    if several are equal, the newest. Passages are not included.
+    """
 
     models: dict[bytes, KVSpec] = field(default_factory=dict)
 
     @classmethod
     def of(cls, assets: Iterable[Asset]) -> AssetView:
-        """Index assets, oldest first: of two with one name the later wins."""
+        """Index assets, given oldest first; of two assets with the same name, the later one is used."""
         view = cls()
         for asset in assets:
             catalog = asset.catalog
@@ -82,7 +84,7 @@ class AssetView:
         return view
 
     def find(self, namespace: TrackNamespace, track: str) -> Asset | None:
-        """Return the asset of a track (level, catalog, profile or lookup), or None."""
+        """Return the asset for a track (level, catalog, profile or lookup), or None."""
         if track.startswith(PREFIX_TRACK):
             return self._longest(namespace, track)
         return (self.profiles if track == PROFILE_TRACK else self.assets).get(namespace)
@@ -93,14 +95,14 @@ class AssetView:
             keys = parse_prefix_track(track)
         except FormatError:
             return None
-        # The namespace is the first group's digest, shared by all assets in the table.
+        # The namespace is the first group's digest, which all assets in the table have in common.
         first = bytes.fromhex(namespace.prompt[:16])
         found = [table[key] for key in (first, *keys) if key in table]
         return max(found, key=lambda shared: shared[:2]).asset if found else None
 
 
 class AssetIndex:
-    """All undamaged assets of a store or a folder of stores. Call `refresh` and `renew` in one thread at a time."""
+    """All undamaged assets of a store or folder of stores. Call `refresh` and `renew` in one thread at a time."""
 
     def __init__(
         self,
@@ -118,22 +120,22 @@ class AssetIndex:
 
     @property
     def assets(self) -> Sequence[Asset]:
-        """All undamaged assets, by name."""
+        """All undamaged assets, sorted by name."""
         assets = self._assets
         return [assets[name] for name in sorted(assets)]
 
     @property
     def oldest_first(self) -> Sequence[Asset]:
-        """All undamaged assets, in the order for `AssetView.of`."""
+        """All undamaged assets, oldest first, as `AssetView.of` requires."""
         return sorted(self._assets.values(), key=lambda asset: (asset.version.modified_s, asset.name))
 
     @property
     def damaged(self) -> int:
-        """Number of assets that are left out."""
+        """Number of damaged assets, which are left out."""
         return len(self._damaged)
 
     def refresh(self) -> bool:
-        """Find new, replaced and removed assets; return whether any changed."""
+        """Find new, replaced and removed assets; return True if there were any."""
         assets, damaged = dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
         found, unreadable = self.stores.find()
         complete = True
@@ -164,7 +166,7 @@ class AssetIndex:
         listed: Mapping[str, AssetVersion],
         damaged: dict[str, tuple[AssetVersion, str]],
     ) -> dict[str, Asset]:
-        """Return the undamaged assets of one store, by name; log each damaged one once."""
+        """Return the undamaged assets of one store, by name; log each damaged asset once."""
         assets: dict[str, Asset] = {}
         sizes: dict[str, int] | None = None
         for prompt, version in listed.items():
@@ -178,7 +180,7 @@ class AssetIndex:
                     _ = asset.prefix_keys
                     asset.check_parts(sizes)
                 except (OSError, ValueError, AssetError, FormatError) as error:
-                    # Checked again at each refresh: a slow copy may write the catalog before the frames.
+                    # Check damaged assets again at each refresh: a slow copy may write the catalog before the frames.
                     damaged[name] = version, str(error)
                     if self._damaged.get(name) != damaged[name]:
                         self.log.warning("asset left out", asset=name, error=str(error))
@@ -187,7 +189,7 @@ class AssetIndex:
         return assets
 
     def renew(self, asset: Asset) -> None:
-        """Refresh if an asset listed here is no longer current."""
+        """Refresh if an asset is no longer current."""
         if self._assets.get(asset.name) is asset:
             self.refresh()
 
@@ -197,7 +199,7 @@ class AssetIndex:
             return False
         self._assets = assets
         self._on_change()
-        # Logged last: readers of the log find the new assets.
+        # Log last, so that readers of the log can find the new assets.
         for name, asset in assets.items():
             if before.get(name) is not asset:
                 event = "asset replaced" if name in before else "asset added"
@@ -209,7 +211,7 @@ class AssetIndex:
 
 
 def check_names(catalog: Catalog) -> None:
-    """Raise `FormatError` if a catalog has names that cannot be served."""
+    """Raise `FormatError` if a catalog contains names that cannot be served."""
     space = catalog.namespace
     for track in catalog.published.values():
         if track.name in {CATALOG_TRACK, PROFILE_TRACK} or is_lookup(track.name) or is_live(track.name):

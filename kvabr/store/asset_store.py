@@ -1,4 +1,4 @@
-"""The assets of a store, each named by the digest of its prompt."""
+"""The assets of a store. An asset's name is the digest of its prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AssetStore:
     """The assets of one store."""
 
     def __init__(self, store: Store, only: str | None = None) -> None:
-        """Take the store, without any request. ``only``: prompt digest of the only asset to use."""
+        """Wrap a store; ``only`` is the prompt digest of the only asset to use."""
         self.store, self.only = store, only
 
     @property
@@ -34,7 +34,7 @@ class AssetStore:
             self.store.blocked(self.store.check_writable())
 
     def list(self) -> dict[str, AssetVersion]:
-        """Return the first `MAX_LISTED` assets by name, unread; raise `AssetError` if this fails."""
+        """Return versions of the first `MAX_LISTED` assets by name, without opening them; raise `AssetError`."""
         with as_asset_errors():
             found = self.store.blocked(listing(self.store, CATALOGS))
         versions: dict[str, AssetVersion] = {}
@@ -45,15 +45,15 @@ class AssetStore:
         return versions
 
     def has(self, prompt: str) -> bool:
-        """Return whether this prompt has an asset; raise `AssetError` if the store is unreachable."""
+        """Return True if this prompt has an asset; raise `AssetError` if the store is unreachable."""
         with as_asset_errors():
             return self.store.blocked(exists(self.store, catalog_name(prompt)))
 
     def open(self, prompt: str | None = None, name: str | None = None, version: AssetVersion | None = None) -> Asset:
-        """Open an asset by its prompt digest, or the only one of the store; only its catalog is read.
+        """Open an asset by its prompt digest (None: the only asset of the store), reading only the catalog.
 
-        ``name`` is for users, ``version`` the listed one, if known. Raises `AssetError` if there is no such asset, or
-        several to choose from, `FormatError` if its catalog is damaged or newer.
+        ``name`` is the name in messages, ``version`` the listed version, if known. Raise `AssetError` if there is no
+        such asset, or several if ``prompt`` is None; `FormatError` if the catalog is damaged or of a newer version.
         """
         prompt = prompt or self.only or self._sole()
         if not DIGEST.fullmatch(prompt):
@@ -68,10 +68,11 @@ class AssetStore:
             raise
 
     def writer(self, prompt: str | None = None, *, force: bool = False, live: bool = False) -> AssetWriter:
-        """Return a writer of an asset with this prompt digest (None: its catalog's).
+        """Return a writer for an asset with this prompt digest (None: the digest in its catalog).
 
-        ``force`` replaces an existing asset; ``live`` stores each frame as an object, to be played before the asset is
-        complete. Raises `UsageError` if the asset exists, `AssetError` if the folder cannot be written.
+        ``force`` replaces an existing asset. ``live`` stores each frame as a separate object, so that it can be played
+        before the asset is complete. Raise `UsageError` if the asset exists, `AssetError` if the folder cannot be
+        written.
         """
         prompt = prompt or self.only
         if prompt is not None and not DIGEST.fullmatch(prompt):
@@ -83,7 +84,7 @@ class AssetStore:
         return AssetWriter(self.store, prompt, force=force, live=live)
 
     def close(self) -> None:
-        """Release connections; a later request opens new ones."""
+        """Release connections. A later request opens new ones."""
         self.store.close()
 
     def _sole(self) -> str:

@@ -1,8 +1,7 @@
-"""Publishes an asset: frames first, the catalog last, and never an existing object again.
+"""Publishes an asset: frames first, the catalog last. Existing objects are never written again.
 
-Of several publishers of one page, the first wins, and the others list its frames, so catalogs and pages name the same
-frames. Objects of a publisher that ends before its catalog are removed by `kvabr store rm --unreferenced` or a
-lifecycle rule.
+If several publishers write the same page, the first wins, and the others refer to its frames. If a publisher ends
+before it writes its catalog, `kvabr store rm --unreferenced` or a lifecycle rule removes its objects.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from kvabr.types.errors import AssetError, FormatError, NotFoundError, Transport
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 
 _MAX_PUTS, _MAX_PUT_BYTES = 32, 256 << 20
-"""Most objects, and bytes, being written at once."""
+"""Maximum number and bytes of concurrent writes."""
 
 
 class AssetWriter:
     """Writes one asset; a context manager. Frames may be read back before `commit`.
 
-    All methods raise `AssetError` if the store refuses, for instance on a full disk.
+    All methods raise `AssetError` if the store reports an error, such as a full disk.
     """
 
     def __init__(self, store: Store, prompt: str | None, *, force: bool = False, live: bool = False) -> None:
@@ -61,7 +60,7 @@ class AssetWriter:
         self._open: dict[tuple[str, int], dict[int, bytes | memoryview]] = {}
         """Frames of incomplete packs, by published track and pack number."""
         self._shared: dict[int, Page | None] = {}
-        """Pages of another asset with this prefix, by number; None: looked for in vain."""
+        """Pages of another asset with the same prefix, by number; None: there is no such page."""
         self._puts: deque[tuple[Future[bool], int]] = deque()
         self._put_bytes = 0
         self._profile = b""
@@ -69,13 +68,13 @@ class AssetWriter:
         self._fresh = False
         self._entered = False
         self.catalog: Catalog | None = None
-        """The written catalog, with frames taken over from other assets."""
+        """The written catalog, including frames taken over from other assets; None before `commit`."""
         self.published = False
-        """Whether the store has this writer's catalog; another's may have been first."""
+        """True if the store has this writer's catalog; False if another writer was first."""
 
     @property
     def location(self) -> str:
-        """Path or URL of the asset, or of its store until a catalog names it."""
+        """Path or URL of the asset; before a catalog names the asset, that of the store."""
         return self.store.url if self._prompt is None else self.store.where(self._prompt)
 
     def __enter__(self) -> Self:
@@ -95,12 +94,13 @@ class AssetWriter:
     def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
         """Describe the asset: its spec, and the chained prompt digests of its groups.
 
-        Groups in the store's pages of this ``kind`` (`page_kind`) are not written again; empty: none.
+        Groups that the store has in pages of this ``kind`` (`page_kind`) are not written again. An empty kind disables
+        this.
         """
         self._spec, self._chunks, self._kind = spec, chunks, "" if has_states(spec) else kind
 
     def frame(self, group: int, track: str, frame: bytes | memoryview, digest: str) -> None:
-        """Write the frame of a group on a published track; ``digest`` is the frame's."""
+        """Write the frame of a group on a published track; ``digest`` is that of the frame."""
         self._check_entered()
         if self._shares(group):
             return
@@ -113,7 +113,7 @@ class AssetWriter:
             self._write_pack(track, group // pack)
 
     def read_frame(self, group: int, track: str) -> memoryview:
-        """Return a frame that was written or is in the store."""
+        """Return a frame that was written, or that the store already had."""
         page = self._shares(group)
         if page is not None:
             found = page.place(track, group)
@@ -127,7 +127,7 @@ class AssetWriter:
             sizes, digests = ([values[track][at] for at in numbers] for values in (self._sizes, self._digests))
             found = place(numbers[0], sizes, digests, pack, group)  # type: ignore[arg-type]
             self._wait(0)
-        assert found is not None  # noqa: S101  # it was written
+        assert found is not None  # noqa: S101  # it was written before
         with as_asset_errors():
             return self.store.blocked(
                 self.store.get(found.name, found.first, found.last, limit=found.last - found.first)
@@ -142,7 +142,7 @@ class AssetWriter:
         self._token_ids = prompt
 
     def commit(self, catalog: Catalog) -> None:
-        """Write the catalog, unless this prompt has another publisher's by now."""
+        """Write the catalog, unless another publisher has written one for this prompt meanwhile."""
         self._check_entered()
         prompt = catalog.namespace.prompt
         if self._prompt not in (None, prompt) and not self._live:
@@ -258,7 +258,7 @@ class AssetWriter:
         return self._packs[track]
 
     def _shares(self, group: int) -> Page | None:
-        """Return the page in the store that has a group, or None; only caches with one layer class share pages."""
+        """Return the store's page with a group, or None; only caches with a single layer class share pages."""
         number = group // PAGE_GROUPS
         chunks = self._chunks[number * PAGE_GROUPS : (number + 1) * PAGE_GROUPS]
         if not self._kind or self._force or self._live or len(chunks) < PAGE_GROUPS:
@@ -279,7 +279,7 @@ class AssetWriter:
         packs = {track.name: page.pack_of(track.name) for track in page.tracks}
         if number and packs != self._packs:
             return None
-        try:  # a lifecycle rule may have removed its frames a little sooner
+        try:  # a lifecycle rule may already have removed its frames
             if not self.store.blocked(exists(self.store, min(page.base_objects))):
                 return None
         except TransportError:

@@ -1,6 +1,6 @@
-"""Runs requests to object stores from threads without an event loop, on one loop in a daemon thread.
+"""Runs requests to object stores for threads without an event loop, on a loop in a daemon thread.
 
-A caller in the main thread notices Ctrl-C at once, even if the store is silent.
+A caller in the main thread notices Ctrl-C immediately, even if the store does not answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @once
 def _loop_in(process: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of a process; a forked child does not inherit threads."""
+    """Return the loop of a process; a forked child needs a new one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"kvabr-requests-{process}", daemon=True).start()
     return loop

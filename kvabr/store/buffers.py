@@ -1,7 +1,7 @@
 """Memory for large buffers, in huge pages if available, and reused.
 
-The system clears each page of fresh memory at its first write. With 4 KiB pages that takes as long as hashing the data,
-with huge pages a quarter of that, unless the system must first move other pages.
+The system clears each page of new memory at its first write. With 4 KiB pages this takes as long as hashing the data,
+with huge pages usually a quarter of that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TypeVar
 
 _HUGE_BYTES = 2 << 20
 _MIN_HUGE_BYTES = 4 << 20
-"""Smaller memory is not rounded up to whole huge pages, which would waste too much."""
+"""Minimum bytes to round up to whole huge pages."""
 _MIN_POOLED_BYTES = 256 << 10
-"""The system's allocator reuses smaller memory itself."""
+"""Minimum bytes of pooled memory; the system's allocator reuses smaller memory."""
 _STEP_BYTES = 64 << 10
-"""Sizes of pooled memory are multiples of this, so that groups of almost equal size share it."""
+"""Sizes of pooled memory are multiples of this, in bytes, to suit groups of similar size."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -31,37 +31,37 @@ class PinnedMemory(mmap.mmap):
     """Memory with pages that never move, so that a device can copy from it directly."""
 
     pinned = True
-    """Identifies pinned memory by the base of an array, without importing this module."""
+    """Identifies pinned memory as the base of an array, without importing this module."""
     undo: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        # Not by `weakref.finalize`, which runs when the memory is unmapped and perhaps reused.
+        # Not with `weakref.finalize`, which runs after the memory is unmapped and possibly reused.
         if self.undo is not None and not sys.is_finalizing():
             self.undo()
 
 
 _Map = TypeVar("_Map", bound=mmap.mmap)
 Pin = Callable[[int, int], Callable[[], object] | None]
-"""Pins memory, given address and bytes; returns a function that unpins it, or None."""
+"""Pins memory, given its address and size in bytes; returns a function that unpins it, or None if it failed."""
 
 
 class BufferPool:
     """Buffers that are reused once no view of them is left. Thread-safe."""
 
     def __init__(self, max_idle_bytes: int) -> None:
-        """Keep at most ``max_idle_bytes`` of unused memory, which the system may reclaim."""
+        """Create a pool that keeps up to ``max_idle_bytes`` of unused memory, which the system may reclaim."""
         self._max_idle_bytes = max_idle_bytes
         self.spare_bytes = 0
         self.fresh_bytes = 0
         self._spare: list[mmap.mmap] = []
-        """Unused memory, longest unused first."""
+        """Unused memory; the first has been unused for longest."""
         self._pin: Pin | None = None
         self._gave_up = False
         self._lock = threading.RLock()
-        """Reentrant: collecting garbage within `take` may give memory back."""
+        """Reentrant, as garbage collection within `take` may give memory back."""
 
     def take(self, size: int) -> memoryview:
-        """Return a writable buffer with arbitrary contents; raise `MemoryError`."""
+        """Return a writable buffer with arbitrary contents; raise `MemoryError` if there is no memory."""
         if size < _MIN_POOLED_BYTES:
             return memoryview(bytearray(size))
         import numpy as np  # noqa: PLC0415  # loads slowly, and not every origin has large groups
@@ -72,18 +72,18 @@ class BufferPool:
             memory = self._fresh(length)
             with self._lock:
                 self.fresh_bytes += len(memory)
-        # Views refer to the array, and the array to the memory: the array is freed after the last view.
+        # Views refer to the array, and the array to the memory, so the array is freed after the last view.
         shown = np.frombuffer(memory, dtype=np.uint8, count=size)
         weakref.finalize(shown, self._give_back, memory).atexit = False
         return shown.data
 
     @property
     def pin(self) -> Pin | None:
-        """None if memory is not pinned."""
+        """Function that pins memory; None if memory is not pinned."""
         return self._pin
 
     def pin_with(self, pin: Pin, max_idle_bytes: int) -> None:
-        """Pin memory allocated from now on, which takes long, and so keep more of it unused."""
+        """Pin memory that is allocated from now on. Pinning takes long, so keep up to ``max_idle_bytes`` unused."""
         with self._lock:
             if self._pin is None and not self._gave_up:
                 self._pin, self._max_idle_bytes, self._spare = pin, max_idle_bytes, []
@@ -115,7 +115,7 @@ class BufferPool:
             return
         if not pinned and len(memory) >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_FREE"):
             with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_FREE)  # free of cost while the system has enough memory
+                memory.madvise(mmap.MADV_FREE)  # costs nothing while the system has enough memory
         with self._lock:
             self._spare.append(memory)
             self.spare_bytes += len(memory)
@@ -124,7 +124,6 @@ class BufferPool:
 
 
 def _fresh(size: int, kind: type[_Map]) -> _Map:
-    """Return at least ``size`` bytes, in huge pages if large enough."""
     if size >= _MIN_HUGE_BYTES:
         # Systems align memory to huge pages only if its size is a multiple of them.
         size = _rounded(size, _HUGE_BYTES)
@@ -143,16 +142,15 @@ def _rounded(size: int, step: int) -> int:
 
 
 GROUPS = BufferPool(256 << 20)
-"""Encoded groups from the network or a disk: as many as wait for decoders on a fast link, since fresh memory costs more
-than all other work on them."""
+"""Pool for encoded groups from the network or a disk: as many as wait for decoders on a fast link."""
 CACHES = BufferPool(512 << 20)
-"""Caches that plays fill, for as long as an engine needs them."""
+"""Pool for caches that plays fill."""
 
 
 def mapped(handle: int, size: int) -> memoryview:
-    """Map the first ``size`` bytes of an open file read-only, while a view of them is left; raise `OSError`.
+    """Map the first ``size`` bytes of an open file read-only until no view is left; raise `OSError`.
 
-    The file must not be truncated meanwhile. Unlike `mmap.mmap`, this keeps no file open.
+    The file must not be truncated during that time. Unlike `mmap.mmap`, this does not keep the file open.
     """
     libc = _libc()
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)

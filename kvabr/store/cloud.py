@@ -1,7 +1,7 @@
-"""A store in a bucket, or read-only through an HTTP cache, by obstore.
+"""A store in a bucket, or a read-only store through an HTTP cache, implemented with obstore.
 
-Requests raise subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30 seconds
-for the first byte and between two pieces; callers with less time cancel them.
+Requests raise subclasses of `TransportError` (`kvabr.store.failures`) after at most two retries. Reads wait up to 30
+seconds for the first byte and between two pieces.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ T = TypeVar("T")
 
 _AT_ONCE = 1000
 WAIT_S = 30
-"""Seconds that a read waits for the first byte, and for each further one."""
+"""Seconds that a read waits for the first byte, and for each further piece."""
 _CONNECT_S = 5
 _WRITE_BYTES_PER_S = 1 << 20
-"""A write may take its time at this rate, and `WAIT_S` more."""
+"""A write may take the time of its bytes at this rate, plus `WAIT_S`."""
 _TRIES, _BACKOFF_S = 3, 0.1
 _RENEW_S = 1.0
-"""Seconds for which credentials are not read again."""
+"""Minimum seconds between two reads of the credentials."""
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
-"""`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
+"""`Cache-Control` header by the first part of an object's name; `IMMUTABLE` for other names."""
 _PROBED: set[str] = set()
 _LOCK = threading.Lock()
 
 
 class CloudStore(Store):
-    """A bucket, or a prefix in one; over plain HTTP read-only."""
+    """A bucket or a prefix in a bucket; with plain HTTP, it is read-only."""
 
     def __init__(self, url: str) -> None:
-        """Take a URL, see `kvabr.store.url`; raise `UsageError` if it is malformed, or obstore is missing."""
+        """Parse a URL, see `kvabr.store.url`; raise `UsageError` if it is malformed or obstore is not installed."""
         self.parsed = StoreUrl.parse(url)
         load_obstore()
         self.url, self.prefix = str(self.parsed), self.parsed.root
         self._stores: dict[int, ObstoreClient] = {}
-        """Clients by the seconds that a request may take, 0 for reads."""
+        """Clients by time limit of a request in seconds; 0 for reads."""
         self._sound = False
-        """Whether the store has reported a missing object as missing."""
+        """True once the store has reported a missing object correctly."""
         self.made, self._made_s = 0, -math.inf
-        """How often, and when last, clients were made anew after refused credentials."""
+        """Number of times that clients were created again after refused credentials, and the time of the last."""
         self._lock = threading.Lock()
 
     def renew(self, made: int, failure: Failure) -> bool:
-        """Read refused credentials again; return whether to retry the request.
+        """Read the credentials again if they were refused; return True if the request should be retried.
 
         ``made`` is the value of `made` when the request began.
         """
@@ -164,7 +164,7 @@ class CloudStore(Store):
         every = list(names)
         for first in range(0, len(every), _AT_ONCE):
             paths = [self._path(name) for name in every[first : first + _AT_ONCE]]
-            with suppress(NotFoundError):  # an object that is gone
+            with suppress(NotFoundError):  # an object that does not exist
                 await self._tried(
                     every[first],
                     "cannot be deleted",
@@ -172,20 +172,20 @@ class CloudStore(Store):
                 )
 
     async def check_writable(self) -> None:
-        """Try create-if-absent, once per process and URL: of several publishers, exactly one must win."""
+        """Test create-if-absent, once per process and URL: if several publishers write an object, one must win."""
         if self.url in _PROBED:
             return
         if self.parsed.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache is read-only; publish to its store")
         await self._check_answers()
         name = f"{PROBES}{secrets.token_hex(8)}"
-        await self.put_new(name, b"first")  # False after a lost answer, if the first try was written
+        await self.put_new(name, b"first")  # returns False if the first try was written but its answer lost
         if await self.put_new(name, b"second") or bytes(await self.get(name, limit=64)) != b"first":
             raise StoreError(
                 f"{self.url}: the store does not honour conditional writes (If-None-Match: *), so publishers would "
                 "overwrite each other; upgrade the store, or use another"
             )
-        with suppress(TransportError):  # a few bytes, which a lifecycle rule removes
+        with suppress(TransportError):  # a few bytes remain, which a lifecycle rule removes
             await self.delete([name])
         with _LOCK:
             _PROBED.add(self.url)
@@ -207,9 +207,9 @@ class CloudStore(Store):
     # ------------------------------------------------------- checks and failures
 
     async def _check_answers(self) -> None:
-        """Raise `StoreError` if the server has an answer for an object that cannot exist.
+        """Raise `StoreError` if the server returns content for an object that cannot exist.
 
-        A log-in page or another web server does, and obstore reads such a page as an empty listing.
+        A log-in page or another web server does so, and obstore parses such a page as an empty listing.
         """
         if self._sound:
             return
@@ -271,9 +271,9 @@ class CloudStore(Store):
                 raise RequestError(message) from error
             if isinstance(error, OSError) or type(error).__module__.startswith("obstore"):
                 raise Failure.of(error).error(self.where(key), what) from error
-            raise error  # ours, or a bug
+            raise error  # an error of kvabr, or a bug
         finally:
-            del error  # breaks a cycle with this frame, which would keep a store's connections
+            del error  # breaks a cycle with this frame, which would keep a store's connections alive
 
     def _path(self, key: str) -> str:
         return self.prefix + key
@@ -289,8 +289,8 @@ class CloudStore(Store):
         return self._store(wanted_s)
 
     def _store(self, most_s: int = 0) -> ObstoreClient:
-        # A read may take long as a whole, but not between pieces. That limit of obstore would also end uploads, so they
-        # have a limit for the whole.
+        # A whole read may take long, but not the time between two pieces. obstore's limit for that would also end
+        # uploads, so uploads have a limit for the whole request.
         with self._lock:
             if most_s not in self._stores:
                 limits: ClientConfig = {"connect_timeout": f"{_CONNECT_S}s"}
@@ -303,7 +303,7 @@ class CloudStore(Store):
 
 
 def _call(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
-    """Call a function of obstore. Not a coroutine: an error would keep its frame, and so a store's connections."""
+    """Call a function of obstore. Not a coroutine, as errors would keep its frame, which refers to connections."""
     answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer
 

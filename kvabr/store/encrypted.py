@@ -4,9 +4,9 @@ An object is a header, then segments of 64 KiB with a tag each, so that ranges c
 
     "KVEN" | version (1 byte) | key id (4 bytes) | nonce prefix (7 bytes) | segments
 
-Segment ``n`` is AES-256-GCM under the nonce ``prefix | n (4 bytes) | last (1 byte)``, the STREAM construction (Hoang,
-Reyhanitabar, Rogaway and Vizar, CRYPTO 2015), so segments cannot be moved, dropped or truncated. Each authenticates the
-object's name.
+Segment ``n`` is encrypted with AES-256-GCM and the nonce ``prefix | n (4 bytes) | last (1 byte)``, the STREAM
+construction (Hoang, Reyhanitabar, Rogaway and Vizar, CRYPTO 2015), so segments cannot be moved, dropped or truncated.
+Each segment also authenticates the object's name.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _HINT = "give the key that the store was written with (KVABR_STORE_KEY_FILE)"
 
 
 class WrongKeyError(RequestError):
-    """An object was encrypted under another key, was changed, or is not encrypted."""
+    """An object was encrypted with another key, was changed, or is not encrypted."""
 
 
 class EncryptedStore(Store):
     """Encrypts and decrypts the objects of a store."""
 
     def __init__(self, store: Store, key: bytes, previous: bytes | None = None) -> None:
-        """Encrypt with a key of 32 bytes (`read_key`) or raise `UsageError`; decrypt with the ``previous`` one."""
+        """Encrypt with a 32-byte ``key`` (`read_key`), else raise `UsageError`; ``previous`` is for decryption only."""
         self.store, self.url, self.immediate = store, store.url, store.immediate
         self._keys: dict[bytes, AESGCM] = {}
         for each in (key, *(() if previous is None else (previous,))):
@@ -54,7 +54,7 @@ class EncryptedStore(Store):
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """Raise `WrongKeyError` for a segment not written under this name and key; see `Store.get`."""
+        """Like `Store.get`; raise `WrongKeyError` for a segment that was not written under this name and key."""
         begin = first // SEGMENT_BYTES
         if last is None:
             most = _sealed_size(first + limit + 1)
@@ -64,7 +64,7 @@ class EncryptedStore(Store):
             return plain
         if last <= first:
             return memoryview(b"")
-        # A byte of the next segment shows whether the last requested one ends the object.
+        # Also read one byte of the next segment, which shows if the last requested segment ends the object.
         end = -(-last // SEGMENT_BYTES)
         where = _HEADER_BYTES + begin * _SEALED_BYTES, _HEADER_BYTES + end * _SEALED_BYTES + 1
         if begin:
@@ -98,7 +98,7 @@ class EncryptedStore(Store):
         return await self.store.put_new(name, b"".join(sealed))
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """See `Store.list`; sizes are those of the plain objects."""
+        """Like `Store.list`; sizes are those of the decrypted objects."""
         async for found in self.store.list(prefix):
             yield StoredObject(found.name, _plain_size(found.size), found.modified_s)
 
@@ -136,7 +136,7 @@ class EncryptedStore(Store):
 
 
 def read_key(path: Path) -> bytes:
-    """Return a file's key: 32 bytes, or their base64 or hex digits; raise `UsageError` otherwise."""
+    """Return the key in a file: 32 bytes, or these in base64 or hex digits; raise `UsageError` for other contents."""
     data = read_bytes(path, 1024, unreadable=UsageError)
     text = data.strip()
     if len(data) == KEY_BYTES:

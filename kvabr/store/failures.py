@@ -1,4 +1,4 @@
-"""Classifies failed requests to object stores. Text from a peer never gets into messages."""
+"""Classifies failed requests to object stores. Messages never contain text from a peer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Kind = Literal[
 ]
 
 UNREADABLE = (ValueError, OverflowError)
-"""Errors of obstore for dates that Python does not have, such as the year 0."""
+"""Errors that obstore raises for dates that Python does not have, such as the year 0."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)")
 _KINDS_BY_CODE: dict[str, Kind] = {
@@ -107,17 +107,17 @@ class Failure:
 
     @property
     def passes(self) -> bool:
-        """Whether the same request may soon succeed."""
+        """True if the same request may soon succeed."""
         return self.kind in ("busy", "lost")
 
     @property
     def exhausted(self) -> bool:
-        """Whether this process has no file descriptors left."""
+        """True if this process has no file descriptors left."""
         return self.cause == _NO_DESCRIPTORS
 
     @property
     def refused(self) -> bool:
-        """Whether other credentials might be accepted; the answer to a HEAD is just 403."""
+        """True if other credentials might be accepted. To a HEAD request, stores answer only status 403."""
         return self.kind in ("rejected", "credentials") or (self.kind == "denied" and not self.code)
 
     @classmethod
@@ -137,7 +137,7 @@ class Failure:
         return cls(kind, status, code, cause)
 
     def error(self, where: str, what: str) -> TransportError:
-        """Return the error to raise: ``what`` failed, such as "cannot be read", at the URL ``where``."""
+        """Return the error to raise: ``what`` failed (such as "cannot be read") at the URL ``where``."""
         details = f" ({self.details})" if self.details else ""
         if self.kind == "absent":
             return NotFoundError(f"{where}: there is no such object", reason=Reason.MISSING)
@@ -170,7 +170,7 @@ class Failure:
 
 
 def strange(data: bytes | memoryview) -> str | None:
-    """Return why an answer is no JSON object, such as a page of a gateway, or None."""
+    """Return why an answer is not a JSON object (perhaps a gateway's page); None if it is."""
     begin, end = bytes(data[:64]).lstrip(), bytes(data[-64:]).rstrip()
     if begin.startswith(b"\x1f\x8b"):
         return "it is compressed (gzip)"

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, private if they contain caches, and read up to a bound."""
+"""Files: written atomically, private if they contain caches, and read up to a size limit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MAX_SALT_BYTES = 4096
 
 PARTIAL = ".partial"
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
-"""Modes of private files and folders: a cache is as secret as its prompt."""
+"""Modes of private files and folders."""
 STALE_S = 3600.0
-"""Seconds without a change until a killed process's partial file is removed."""
+"""Seconds without a change after which a partial file of a killed process may be removed."""
 
 
 class FileVersion(NamedTuple):
-    """The content of a file, identified without reading it."""
+    """Identifies the content of a file without reading it."""
 
     device: int
     inode: int
@@ -54,15 +54,16 @@ class FileVersion(NamedTuple):
 def open_regular(
     path: Path | str, *, follow_links: bool = False, sole: bool = False, dir_fd: int | None = None
 ) -> BufferedReader:
-    """Open an ordinary file for reading, never a pipe, which would block; raise `OSError` otherwise.
+    """Open an ordinary file for reading; raise `OSError` for other files, such as pipes, which would block.
 
-    ``sole`` also refuses a file with another name, which may belong elsewhere, except its own partial name.
+    ``sole`` also refuses a file with a second hard link, which may belong elsewhere, except the link of its partial
+    name.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links
-    try:  # reading must not change access times: those of catalogs record their last use by an engine
+    try:  # do not change access times: those of catalogs record their last use by an engine
         handle = os.open(path, flags | getattr(os, "O_NOATIME", 0), dir_fd=dir_fd)
-    except PermissionError:  # another user's file
+    except PermissionError:  # a file of another user
         handle = os.open(path, flags, dir_fd=dir_fd)
     found = os.fstat(handle)
     linked = sole and found.st_nlink > 1 and _has_other_names(Path(path), handle)
@@ -77,13 +78,13 @@ def _has_other_names(path: Path, handle: int) -> bool:
     for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
         with contextlib.suppress(OSError):
             partial += os.path.samestat(other.lstat(), os.fstat(handle))
-    return os.fstat(handle).st_nlink > 1 + partial  # read last: partial names may vanish meanwhile
+    return os.fstat(handle).st_nlink > 1 + partial  # read last: partial names may disappear at any time
 
 
 def read_bytes(
     path: Path, limit: int, *, unreadable: type[KvabrError] = AssetError, unfit: type[KvabrError] = UsageError
 ) -> bytes:
-    """Read a file; raise ``unreadable`` if that fails, and ``unfit`` above ``limit`` bytes."""
+    """Read a file; raise ``unreadable`` if this fails, and ``unfit`` if it has more than ``limit`` bytes."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -101,7 +102,7 @@ def read_text(
     unreadable: type[KvabrError] = AssetError,
     unfit: type[KvabrError] = UsageError,
 ) -> str:
-    """Read a UTF-8 text file without its byte order mark; otherwise as `read_bytes`."""
+    """Read a UTF-8 text file without its byte order mark; otherwise like `read_bytes`."""
     try:
         return read_bytes(path, limit, unreadable=unreadable, unfit=unfit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -111,7 +112,7 @@ def read_text(
 def read_salt(path: Path | None) -> bytes:
     """Return a tenant's salt: the bytes of a file, or ``b""`` without a path.
 
-    It is mixed into every digest of a prompt, so that only its owners can name the prompt. Raises `UsageError` if the
+    The salt is part of every digest of a prompt, so that only its owners can name the prompt. Raise `UsageError` if the
     file cannot be read, or does not have 16 to 4096 bytes.
     """
     if path is None:
@@ -126,12 +127,12 @@ def read_salt(path: Path | None) -> bytes:
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write ``text`` as UTF-8; otherwise as `write_file`."""
+    """Write ``text`` as UTF-8; otherwise like `write_file`."""
     write_file(path, text.encode(errors="backslashreplace"), mode=mode)
 
 
 def check_makeable(folder: Path) -> None:
-    """Raise `AssetError` if a folder, which need not exist yet, could not be written."""
+    """Raise `AssetError` if a folder, which need not exist, could not be created or written."""
     whole = folder.absolute()
     try:
         place = next(each for each in (whole, *whole.parents) if each.exists())
@@ -143,12 +144,12 @@ def check_makeable(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write ``data`` to ``path``: readers see the old file or the new one, never a part.
+    """Write ``data`` to ``path`` atomically: readers see either the old file or the complete new file.
 
-    Pipes and devices are written directly. ``mode`` is as for `replacing`. After an `AssetError` the old file is
+    Pipes and devices are written directly. For ``mode`` see `replacing`. If it raises `AssetError`, the old file is
     unchanged.
     """
-    # Checked first: the target of /dev/stdout may have no path.
+    # Check first: the target of /dev/stdout may have no path.
     if path.exists() and not path.is_file():
         try:
             path.write_bytes(data)
@@ -161,15 +162,15 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[BufferedWriter]:
-    """Open a partial file that replaces ``path`` at the end of the block, and vanishes if the block raises.
+    """Open a partial file that replaces ``path`` at the end of the block; if the block raises, remove it.
 
-    It is a hidden sibling of ``path``, or of a link's target. ``mode`` is masked by the umask; ``sync`` writes the data
-    to the disk before the file gets its name. Raises `AssetError`.
+    The partial file is a hidden file next to ``path``, or next to a link's target. ``mode`` is masked by the umask;
+    ``sync`` flushes the data to the disk before the file gets its name. Raise `AssetError` on failure.
     """
     partial: Path | None = None
     try:
         path = Path(os.path.realpath(path))  # not `resolve`, which raises for a link to itself
-        # Opened with its final mode: the kernel applies the umask, which a thread cannot read without changing it.
+        # Create it with its final mode: the kernel applies the umask, which a thread cannot read without changing it.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(partial, "wb", opener=lambda name, _: os.open(name, flags, mode)) as file:
@@ -180,7 +181,7 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         partial.replace(path)
     except BaseException as error:
         if partial is not None:
-            with contextlib.suppress(OSError):  # mostly if a file stands in a folder's place
+            with contextlib.suppress(OSError):  # usually because a file is in place of a folder
                 partial.unlink()
         if isinstance(error, OSError):
             raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
@@ -188,14 +189,14 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
 
 
 class NameClaim:
-    """The right to create a name, for one claimant among all processes; it ends with its process."""
+    """The exclusive right, among all processes, to create a name. It ends with its process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(f".{path.name}.claim{PARTIAL}")
         self._handle: int | None = None
 
     def take(self) -> bool:
-        """Return whether the claim was free; True also without locks, or if no file can be created."""
+        """Return True if the claim was free, and also if there are no locks or no file can be created."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
             try:
@@ -213,7 +214,7 @@ class NameClaim:
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(handle), self._path.stat()):
                     return True
-            os.close(handle)  # its last owner removed it
+            os.close(handle)  # its last owner has removed it
 
     def release(self) -> None:
         """Release the claim. Idempotent."""
@@ -225,9 +226,9 @@ class NameClaim:
 
 
 def sweep(folder: Path, name: str = "") -> None:
-    """Remove partial files of killed processes: of files called ``name``, or of all. Never raises.
+    """Remove partial files that killed processes have left for the file ``name`` (empty: any file). Never raises.
 
-    Only ordinary files of this user are removed, unchanged for `STALE_S`.
+    Only ordinary files of this user that did not change for `STALE_S` are removed.
     """
     prefix = f".{name}." if name else "."
     with contextlib.suppress(OSError), os.scandir(folder) as entries:

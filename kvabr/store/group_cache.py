@@ -1,7 +1,7 @@
-"""Groups that a client or relay has received: in memory, and below it in a folder or a bucket.
+"""A cache of groups that a client or relay has received: in memory, and in a lower tier, a folder or a bucket.
 
-Each tier evicts the least recently used groups, except a bucket, which has lifecycle rules. Groups are named by their
-digests, and stored like frames of assets (`docs/design/store.md`).
+Each tier evicts the least recently used groups, except a bucket, which has lifecycle rules instead. The name of a group
+is its digest; groups are stored like frames of assets (`docs/design/store.md`).
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from kvabr.types.errors import AssetError, HomeProcess, NotFoundError, Transport
 Tier = Literal["memory", "disk"]
 
 _MAX_UNWRITTEN_BYTES = 64 << 20
-"""Most bytes that wait for the disk; further groups stay in memory only."""
+"""Maximum bytes that wait to be written to the lower tier; further groups stay in memory only."""
 _MAX_GROUP_BYTES = 1 << 30
 _READ_S, _WRITE_S = 5.0, 60.0
-"""Seconds that a request to the lower tier may take; then the group counts as absent."""
+"""Time limits of reads and writes of the lower tier, in seconds; then a group counts as absent."""
 _PAUSE_S = 5.0
-"""Seconds without requests to the lower tier after one that failed."""
+"""Seconds without requests to the lower tier after a failed request."""
 _LOCK = ".kvabr.lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class StoreTier:
-    """Groups in a store; belongs to one event loop."""
+    """Groups in a store. Use it on one event loop."""
 
     def __init__(
         self, location: Location, max_bytes: int, on_failure: Callable[[str], object] = lambda _why: None
     ) -> None:
-        """Open the store; create, lock and index a folder.
+        """Open the store. A folder is created, locked and indexed.
 
-        ``max_bytes`` bounds a folder, or the groups of a bucket that this process remembers. ``on_failure`` receives
-        the reason when the store fails, once per pause.
+        ``max_bytes`` limits the size of a folder, or the groups in a bucket that this process remembers. If the store
+        fails, ``on_failure`` receives the reason, once per pause.
 
         Raises:
-            UsageError: another client uses the folder, or there is no such kind of store.
+            UsageError: another client uses the folder, or the kind of store is unknown.
             AssetError: the folder cannot be used.
         """
         if max_bytes < 0:
             raise UsageError(f"disk_bytes must not be negative, got {max_bytes}")
         self.kept: ByteLru[str, int] = ByteLru(max_bytes, lambda size: size, self._evict)
-        """Of a bucket, those seen by this process."""
+        """Sizes of groups by digest; for a bucket, only groups that this process has used."""
         store = open_objects(location, encrypted=False)
         self.store: Store = LocalStore(store.folder, sync=False) if isinstance(store, LocalStore) else store
         self._on_failure, self._again_s = on_failure, 0.0
@@ -69,12 +69,12 @@ class StoreTier:
                     self.store.blocked(self.store.delete([found.name]))
 
     def keep(self, digests: Sequence[str], until_s: float) -> None:
-        """Evict these groups last, see `ByteLru.keep`; does not apply to buckets."""
+        """Evict these groups last, see `ByteLru.keep`; no effect on buckets."""
         if self._handle >= 0:
             self.kept.keep(digests, until_s)
 
     async def get(self, digest: str) -> memoryview | None:
-        """Return an unchecked group, or None."""
+        """Return a group without checking its digest, or None."""
         self._home.check()
         local = self._handle >= 0
         if (local and digest not in self.kept) or self._pauses():
@@ -91,15 +91,15 @@ class StoreTier:
             return None
         if not local:
             self.kept.add(digest, len(data))
-        elif self.kept.get(digest) is not None:  # mark it as used, also for the next process
+        elif self.kept.get(digest) is not None:  # marks it as used, also for the next process
             with suppress(OSError):
                 await asyncio.to_thread(os.utime, Path(self.store.url, name))
         return data
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """Write a group; return whether it was written. ``on_failure`` receives failures."""
+        """Write a group; return True if it was written. Failures are passed to ``on_failure``."""
         self._home.check()
-        # Counted before it is written, so that several writers cannot exceed the bound together.
+        # Count it before writing, so that concurrent writers cannot exceed the limit together.
         if not data or self._pauses() or not self.kept.add(digest, len(data)):
             return False
         try:
@@ -109,19 +109,19 @@ class StoreTier:
             self.kept.pop(digest, None)
             self._failed(error)
             return False
-        if digest not in self.kept:  # evicted meanwhile
+        if digest not in self.kept:  # evicted in the meantime
             await self._delete(digest)
             return False
         return added
 
     async def delete(self, digest: str) -> bool:
-        """Delete a group, in a bucket for everyone; return whether it was known here."""
+        """Delete a group (in a bucket for all processes); return True if this process knew of it."""
         found = self.kept.pop(digest, None) is not None
         await self._delete(digest)
         return found
 
     async def close(self) -> None:
-        """Finish deleting, release connections, and unlock a folder. Idempotent."""
+        """Finish deletions, release connections, and unlock a folder. Idempotent."""
         if not self._home.here:
             return
         if self._deleting:
@@ -133,7 +133,7 @@ class StoreTier:
 
     def _evict(self, digest: str, _size: int) -> None:
         if self._handle >= 0:
-            with suppress(RuntimeError):  # while the folder is indexed
+            with suppress(RuntimeError):  # may change size while the folder is indexed
                 task = asyncio.get_running_loop().create_task(self._delete(digest))
                 self._deleting.add(task)
                 task.add_done_callback(self._deleting.discard)
@@ -168,7 +168,7 @@ class StoreTier:
 
 
 class GroupCache:
-    """Memory over a slower tier; a group may be in both. Belongs to one event loop.
+    """Memory and a slower tier; a group may be in both. Use it on one event loop.
 
     Groups are written to the lower tier in the background; groups found there are copied into memory.
     """
@@ -181,7 +181,7 @@ class GroupCache:
         executor: Executor | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Bound the memory by ``max_bytes``; ``disk`` is closed with this.
+        """Create a cache with up to ``max_bytes`` in memory; closing it closes ``disk``, too.
 
         ``executor`` computes digests (None: the event loop's threads); ``on_change`` is called when counters may have
         changed.
@@ -189,7 +189,7 @@ class GroupCache:
         self.memory: ByteLru[str, memoryview] = ByteLru(max_bytes, len)
         self.disk = disk
         self.damaged: dict[Tier, int] = {"memory": 0, "disk": 0}
-        """Groups that had a wrong digest when read."""
+        """Number of groups that had a wrong digest when read, by tier."""
         self._executor, self._on_change = executor, on_change
         self._unwritten_bytes = 0
         self._writes: dict[str, asyncio.Task[None]] = {}
@@ -203,15 +203,15 @@ class GroupCache:
         return any(digest in tier for tier in self.tiers.values())
 
     def present(self, digests: Sequence[str]) -> set[str]:
-        """Return the cached digests among these."""
+        """Return which of these digests are cached."""
         return {digest for tier in self.tiers.values() if tier for digest in digests if digest in tier}
 
     def held(self, digest: str) -> memoryview | None:
-        """Return a group from memory, which was checked when put, or None."""
+        """Return a group from memory, or None. Its digest was checked when it was added."""
         return self.memory.get(digest)
 
     async def keep(self, digests: Sequence[str], until_s: float) -> None:
-        """Evict these groups last, see `ByteLru.keep`; waits until they are on the disk."""
+        """Evict these groups last, see `ByteLru.keep`; wait until they are written to the disk."""
         self.memory.keep(digests, until_s)
         if self.disk is not None:
             if writes := [self._writes[digest] for digest in digests if digest in self._writes]:
@@ -220,16 +220,16 @@ class GroupCache:
         self._on_change()
 
     def __len__(self) -> int:
-        """Return the number of groups; here and in all counters, a group in both tiers counts twice."""
+        """Return the number of groups. Here and in all counters, a group in both tiers counts twice."""
         return sum(map(len, self.tiers.values()))
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all groups."""
+        """Total bytes of all groups."""
         return int(sum(tier.currsize for tier in self.tiers.values()))
 
     async def find(self, digest: str) -> tuple[memoryview, Tier] | None:
-        """Return a checked group and its tier, or None; a damaged group is deleted."""
+        """Return a group and its tier, or None. The digest is checked; a damaged group is deleted."""
         if (data := self.memory.get(digest)) is not None and await self._sound("memory", digest, data):
             return data, "memory"
         if self.disk is None or (data := await self.disk.get(digest)) is None:
@@ -241,14 +241,14 @@ class GroupCache:
         return data, "disk"
 
     async def get(self, digest: str) -> memoryview | None:
-        """Return a group; otherwise as `find`."""
+        """Return a group; otherwise like `find`."""
         found = await self.find(digest)
         return None if found is None else found[0]
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """Add a group, which the caller has checked and must not change; return whether it is new.
+        """Add a group, which the caller has checked and must not change afterwards; return True if it is new.
 
-        It is in memory at once, without a copy, and written to the disk in the background.
+        It is in memory immediately, and is written to the disk in the background.
         """
         added = self.memory.add(digest, data.toreadonly())
         disk, size = self.disk, len(data)
@@ -268,7 +268,7 @@ class GroupCache:
         return iter({digest for tier in self.tiers.values() for digest in tier})
 
     async def delete(self, digest: str) -> bool:
-        """Delete a group; return whether it was here."""
+        """Delete a group; return True if it was cached."""
         if digest in self._writes:
             await asyncio.wait({self._writes[digest]})
         found = self.memory.pop(digest, None) is not None
@@ -278,7 +278,7 @@ class GroupCache:
         return found
 
     async def close(self) -> None:
-        """Wait for running writes, and clear the cache."""
+        """Wait for writes in progress, and clear the cache."""
         if self._writes:
             await asyncio.wait(set(self._writes.values()))
         self.memory.clear()

@@ -1,11 +1,12 @@
-"""Assets in folders that are still being written: a producer writes numbered messages, a server elsewhere polls.
+"""Assets in folders that are still being written: a producer writes numbered messages, which a server polls.
 
-Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, and the messages ``0``, ``1`` ...,
-written after the frames that they name. ``live`` is locked while its writer lives, so a follower notices a killed
-writer. The end is an ordinary catalog; then ``live`` is removed, and the messages an hour later.
+``l/<key>/`` in the store has the file ``live``, a `kvabr.types.live.LiveCatalog`, and the messages ``0``, ``1`` ...,
+each written after the frames that it names. The writer's process holds a lock on ``live``, so a follower notices a
+killed writer. When the asset is complete, an ordinary catalog is written, and ``live`` is removed; the messages are
+removed an hour later.
 
-A failing producer leaves its published groups as an asset of the shorter prompt. A killed one leaves frames that no
-catalog names, and its messages, which `sweep_live` removes.
+If a producer fails, its published groups become an asset of the shorter prompt. If it is killed, it leaves frames that
+no catalog names, and messages, which `sweep_live` removes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MAX_ENTRIES = 10_000
 
 
 class LiveWriter(AssetWriter):
-    """An `AssetWriter` of an asset that can be played before it is complete. Frames are synced only at the end."""
+    """An `AssetWriter` for an asset that can be played before it is complete. Frames are flushed only at the end."""
 
     store: LocalStore
 
@@ -45,10 +46,10 @@ class LiveWriter(AssetWriter):
         super().__init__(LocalStore(store.folder, sync=False), prompt, force=force, live=True)
         self._key, self._news, self._lock = "", 0, -1
         self._found: set[str] = set()
-        """Frames that the store had already: other assets may name them."""
+        """Frames that the store already had; other assets may name them."""
 
     def begin_live(self, live: LiveCatalog) -> None:
-        """Publish the live catalog, so that the asset can be followed."""
+        """Publish the live catalog, so that players can follow the asset."""
         self._key = live.key
         with as_asset_errors():
             sweep_live(self.store)
@@ -61,7 +62,7 @@ class LiveWriter(AssetWriter):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def announce(self, message: EdgeMessage) -> None:
-        """Append a message after the frames that it names."""
+        """Append a message; the frames that it names must be written."""
         self._wait(0)
         with as_asset_errors():
             self.store.blocked(self.store.put_new(f"{LIVE}{self._key}/{self._news}", message.dumps()))
@@ -73,7 +74,7 @@ class LiveWriter(AssetWriter):
         super().frame(group, track, frame, digest)
 
     def discard(self, group: int, track: str) -> None:
-        """Remove a frame that no message has named, unless it is older or missing."""
+        """Remove a frame that no message has named, unless another asset may use it or it is missing."""
         digest = self._digests.get(track, {}).pop(group, None)
         if digest is not None and digest not in self._found:
             with contextlib.suppress(AssetError), as_asset_errors():
@@ -105,7 +106,8 @@ class LiveFollower:
     def read(self) -> list[EdgeMessage]:
         """Return the messages since the last call.
 
-        Raises `FormatError` for a bad message, `AssetError` for an unreadable one, after earlier ones are returned.
+        Raise `FormatError` for an invalid message, `AssetError` for an unreadable one, but only after earlier messages
+        were returned.
         """
         found: list[EdgeMessage] = []
         try:
@@ -123,20 +125,20 @@ class LiveFollower:
         return found
 
     def has_writer(self) -> bool:
-        """Return whether the writer lives; True on file systems without locks."""
+        """Return True if the writer is running; always True on file systems without locks."""
         return _is_locked(self.store.path(self._name))
 
     def open_frame(self, size: int, digest: str) -> FrameReader:
-        """Open a frame named by a message; raise `AssetError` if missing."""
+        """Open a frame that a message names; raise `AssetError` if it is missing."""
         return open_frame(self.store, FramePlace(group_name(digest), 0, size, digest))
 
     @property
     def is_partial(self) -> bool:
-        """Whether it is still being written, or was when its writer died."""
+        """True if the asset is still being written, or was when its writer was killed."""
         return self.store.path(self._name).exists()
 
     def is_published(self, groups: int) -> bool:
-        """Return whether there is an asset of it, or of its first ``groups`` groups or fewer."""
+        """Return True if this cache, or a prefix of at most its first ``groups`` groups, is published as an asset."""
         chunks = self.live.catalog.chunks
         return any(self.store.path(catalog_name(chunk)).exists() for chunk in (chunks[-1], *reversed(chunks[:groups])))
 
@@ -156,7 +158,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def sweep_live(store: LocalStore) -> None:
-    """Remove productions that ended, or died, an hour ago; raise `TransportError` if that fails."""
+    """Remove productions that ended or were killed an hour ago; raise `TransportError` if this fails."""
     found = store.blocked(listing(store, LIVE))
     growing = {
         name.rpartition("/")[0] for name in found if name.endswith(f"/{LIVE_NAME}") and _is_locked(store.path(name))

@@ -1,7 +1,7 @@
-"""A store in a folder: one file per object, written whole or not at all, and synced.
+"""A store in a folder: one file per object, written atomically and flushed to the disk.
 
-Other users may be able to write into the folder, so reading follows no links and opens no pipes or devices. Only the
-owner can read an object, or in a folder with the set-group-ID bit the group too, except below `PRIVATE_PREFIX`.
+Other users may be able to write into the folder, so reading does not follow links or open pipes and devices. Only the
+owner can read an object. In a folder with the set-group-ID bit, the group can, too, except below `PRIVATE_PREFIX`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LocalStore(Store):
     immediate = True
 
     def __init__(self, folder: Path, *, sync: bool = True) -> None:
-        """``sync``: write each object to the disk before `put_new` returns."""
+        """``sync``: flush each object to the disk before `put_new` returns."""
         self.folder, self.url, self._sync = folder, str(folder), sync
         self._swept = set[Path]()
 
@@ -75,17 +75,17 @@ class LocalStore(Store):
         return str(self.folder / name)
 
     def path(self, name: str) -> Path:
-        """Return the file of an object; raise `FormatError` if the name leaves the folder."""
+        """Return the path of an object's file; raise `FormatError` if the name leaves the folder."""
         parts = name.split("/")
         if any(not part or part.startswith(".") for part in parts) or "\0" in name:
             raise FormatError(f"{name[:80]!r} cannot be the name of an object")
         return self.folder.joinpath(*parts)
 
     def open(self, name: str) -> BufferedReader:
-        """Open an object's file for reading; raises as `get`."""
+        """Open an object's file for reading; errors as for `get`."""
         path = self.path(name)
         for folder in list(path.parents)[: name.count("/")]:
-            if folder.is_symlink():  # perhaps to unpublished files, such as another's token ids
+            if folder.is_symlink():  # it may point to unpublished files, such as token ids of another user
                 raise self._failed(name, "cannot be read", OSError(errno.ELOOP, f"{folder} is a link"))
         try:
             return open_regular(path, sole=True)
@@ -93,7 +93,7 @@ class LocalStore(Store):
             raise self._failed(name, "cannot be read", error) from error
 
     def flush(self, names: Collection[str]) -> None:
-        """Sync objects written without syncing; raises as `put_new`."""
+        """Flush objects that were written without flushing; errors as for `put_new`."""
         for name in names:
             try:
                 self._flush(self.path(name))
@@ -133,7 +133,7 @@ class LocalStore(Store):
                     os.fsync(file.fileno())
             written = self._name(partial, path)
             if self._sync and written and name.startswith(CATALOGS):
-                self._flush(path.parent)  # in a journal, the objects that the catalog names precede it
+                self._flush(path.parent)  # with a journal, objects that the catalog names are then written before it
         except OSError as error:
             raise self._failed(name, "cannot be written", error) from error
         finally:
@@ -203,7 +203,7 @@ class LocalStore(Store):
                 if entry.is_dir(follow_symlinks=False):
                     todo.append(name)
                 elif entry.is_file(follow_symlinks=False):
-                    with suppress(OSError):  # deleted meanwhile
+                    with suppress(OSError):  # deleted in the meantime
                         found = entry.stat(follow_symlinks=False)
                         yield StoredObject(name, found.st_size, found.st_mtime)
 
@@ -235,7 +235,7 @@ class LocalStore(Store):
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run file work in a thread, since an event loop must not wait for a disk, unless the caller may."""
+    """Run file operations in a thread, or directly if the caller may wait for a disk."""
     if is_driven():
         return work(*args, **options)
     return await asyncio.to_thread(work, *args, **options)

@@ -28,7 +28,7 @@ from kvabr.types.errors import MissingAssetError, UsageError
 Location = str | Path | Store
 """A folder, a URL with a scheme in `SCHEMES`, or a store."""
 KEY_FILE, PREVIOUS_KEY_FILE = "KVABR_STORE_KEY_FILE", "KVABR_STORE_PREVIOUS_KEY_FILE"
-"""Environment variables: the key file of encrypted stores, and the previous one, for reading."""
+"""Environment variables with key files of encrypted stores: the current key, and the previous one, for reading."""
 
 
 def _folder(location: str) -> Store:
@@ -49,9 +49,10 @@ SCHEMES: dict[str, Callable[[str], Store]] = {
 
 
 def open_objects(location: Location, *, encrypted: bool = True) -> Store:
-    """Return the store at a path or URL, without any request.
+    """Return the store at a path or URL, without making a request.
 
-    ``encrypted``: use the key from the environment, if any. Raises `UsageError` for an unknown scheme or a bad key.
+    ``encrypted``: use the key from the environment, if there is one. Raise `UsageError` for an unknown scheme or an
+    invalid key.
     """
     if isinstance(location, Store):
         return location
@@ -66,13 +67,13 @@ def open_objects(location: Location, *, encrypted: bool = True) -> Store:
 
 
 def is_store(location: Location) -> bool:
-    """Return whether a location can be listed: a path, or a URL of a bucket."""
+    """Return True if a location can be listed: a path, or a URL of a bucket."""
     scheme, separator, _ = str(location).partition("://")
     return isinstance(location, Store) or not separator or (scheme in SCHEMES and scheme not in url.WEB)
 
 
 def split_asset(location: Location) -> tuple[Location, str | None]:
-    """Return a store's location, and the prompt digest of the named asset, or None."""
+    """Return the location of the store, and the prompt digest of the asset if the location names one, else None."""
     if isinstance(location, Store):
         return location, None
     before, question, options = str(location).partition("?")
@@ -86,7 +87,7 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
     """Return the assets at a path or URL.
 
     ``must_exist``: raise `MissingAssetError` for a missing folder. ``create``: prepare the store, see
-    `AssetStore.prepare`. Raises `UsageError` for an unknown kind of store.
+    `AssetStore.prepare`. Raise `UsageError` for an unknown kind of store.
     """
     if not is_store(location):
         open_objects(location)  # raises for an unknown scheme
@@ -114,9 +115,9 @@ def open_asset(location: Location) -> Asset:
 
 
 def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
-    """Read the catalog of an asset, or a catalog file, which has no asset.
+    """Read the catalog of an asset; also return the asset, or None for a catalog in a separate file.
 
-    Raises `AssetError` if there is neither, `FormatError` if it is damaged or has another version.
+    Raise `AssetError` if there is neither, `FormatError` if the catalog is damaged or has another version.
     """
     if not isinstance(location, Store) and "://" not in str(location) and Path(location).is_file():
         return Catalog.read(Path(location)), None

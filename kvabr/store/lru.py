@@ -1,4 +1,4 @@
-"""The byte-bounded cache: evicts least recently used entries first."""
+"""A cache with a size limit in bytes, which evicts least recently used entries first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class ByteLru(Cache[K, V]):
-    """A mapping with values of at most ``maxsize`` bytes together; `currsize` is their current size.
+    """A mapping with values of at most ``maxsize`` bytes in total; `currsize` is their current total.
 
     Reading marks an entry as recently used, except by ``key in lru``, `peek` and iterating over keys. Not thread-safe.
     """
@@ -28,22 +28,22 @@ class ByteLru(Cache[K, V]):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bound the sum of all sizes by ``max_bytes``; 0 stores no entry.
+        """Create a cache for ``max_bytes`` in total; 0 stores no entry.
 
-        A value's size must not change while cached. ``on_evict`` receives each evicted entry, not deleted or replaced
-        ones.
+        A value's size must not change while cached. ``on_evict`` is called for evicted entries, but not for deleted or
+        replaced ones.
         """
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict, self._clock = on_evict, clock
         self._order: OrderedDict[K, None] = OrderedDict()
         self._protected: OrderedDict[K, float] = OrderedDict()
-        """Kept keys and the times until which they are kept, in the order of the `keep` calls."""
+        """Kept keys, each with the time until which it is kept, in the order of the `keep` calls."""
         self._look_s = math.inf
         self.kept_bytes = 0
         self.evicted = 0
 
     def add(self, key: K, value: V) -> bool:
-        """Add an entry unless the key is present, evicting others; return whether it was added.
+        """Add an entry unless the key is present, evicting others; return True if it was added.
 
         A value larger than the cache is not added, and evicts no entry.
         """
@@ -58,17 +58,17 @@ class ByteLru(Cache[K, V]):
         self.add(key, value)
 
     def peek(self, key: K) -> V | None:
-        """Return a value without marking it as used, or None."""
+        """Return a value without marking it as used; None if it is missing."""
         try:
             return Cache.__getitem__(self, key)
         except KeyError:
             return None
 
     def keep(self, keys: Sequence[K], until_s: float) -> None:
-        """Evict other entries first until a time of the clock; absent keys are ignored.
+        """Evict other entries before these until the clock reaches ``until_s``; absent keys are ignored.
 
-        Kept entries take at most half of the cache: beyond that, those kept first are released, and of ``keys`` the
-        last ones.
+        Kept entries take at most half of the cache. Beyond that, the entries kept earliest are released; of one call,
+        the last of ``keys`` are released first.
         """
         self._expire()
         for key in reversed(keys):
@@ -82,7 +82,7 @@ class ByteLru(Cache[K, V]):
             self._release(next(iter(self._protected)))
 
     def popitem(self) -> tuple[K, V]:
-        """Evict and return the least recently used entry that is not kept, else the one kept first."""
+        """Evict and return the least recently used entry that is not kept; if all are kept, the entry kept earliest."""
         self._expire()
         if not self:
             raise KeyError("the cache is empty")

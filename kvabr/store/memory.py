@@ -1,4 +1,4 @@
-"""A store in memory: for tests, and for assets that one process publishes and plays."""
+"""A store in memory, for tests and for assets that the same process publishes and plays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvabr.store.store import Store, StoredObject
 
 
 class MemoryStore(Store):
-    """Objects in a dictionary; in a process, all stores of one URL ``memory://NAME`` are the same."""
+    """Objects in a dictionary. In a process, all stores with the same URL ``memory://NAME`` are one store."""
 
     immediate = True
     _shared: dict[str, MemoryStore] = {}  # noqa: RUF012  # by URL, for the process
@@ -22,7 +22,7 @@ class MemoryStore(Store):
 
     @classmethod
     def named(cls, url: str) -> MemoryStore:
-        """Return the store of a URL."""
+        """Return the store with this URL."""
         with cls._lock:
             return cls._shared.setdefault(url, cls(url))
 

@@ -1,4 +1,4 @@
-"""Names of the objects in a store, and places of frames in them. See `docs/design/store.md`."""
+"""Names of the objects in a store, and places of frames in objects. See `docs/design/store.md`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvabr.types.naming import LOOKUP_RUN
 
 CATALOGS, PAGES, GROUPS, PROFILES, MODELS, LIVE = "a/", "i/", "g/", "p/", "m/", "l/"
 PRIVATE_PREFIX = "private/"
-"""Objects that only their owner may read, in any folder."""
+"""Prefix of objects that only their owner may read."""
 MAX_MODELS = 256
 PROBES = "probe/"
-"""Objects that probe a store; they stay if we may not delete."""
+"""Prefix of objects that probe a store."""
 PAGE_GROUPS = LOOKUP_RUN
 PACK_BYTES = 4 << 20
-"""Most bytes of a pack: a good size for a GET."""
+"""Maximum bytes of a pack."""
 
 
 class FramePlace(NamedTuple):
-    """A frame: bytes ``first`` to ``last`` of an object."""
+    """Where a frame is: bytes ``first`` to ``last`` of an object."""
 
     name: str
     first: int
@@ -35,9 +35,9 @@ def catalog_name(prompt: str) -> str:
 
 
 def page_name(digest: str, *, end: bool = False) -> str:
-    """Return the name of the page for a group's chained digest, or its first 16 digits.
+    """Return the name of the page for a group's chained digest, or for the first 16 digits of the digest.
 
-    ``end``: the last page of an asset with recurrent states, which has the snapshot at its end.
+    ``end``: name the last page of an asset with recurrent states, which has the snapshot at the asset's end.
     """
     return PAGES + digest[:16] + (".end" if end else "")
 
@@ -53,7 +53,7 @@ def profile_name(sha256: str) -> str:
 
 
 def model_name(number: int) -> str:
-    """Return the name of a model's spec; numbers have no gaps, so that readers need not list."""
+    """Return the name of a model's spec. Numbers have no gaps, so readers need no listing."""
     return f"{MODELS}{number}"
 
 
@@ -63,14 +63,14 @@ def prompt_name(prompt: str) -> str:
 
 
 def pack_name(digests: Sequence[str]) -> str:
-    """Return the name of the object with these frames in this order."""
+    """Return the name of the object that contains these frames in this order."""
     if len(digests) == 1:
         return group_name(digests[0])
     return group_name(hashlib.sha256(b"kvabr.pack/1\0" + "\n".join(digests).encode()).hexdigest())
 
 
 def pack_groups(frame_bytes: int) -> int:
-    """Return the frames of this size in a pack: a power of two up to `PAGE_GROUPS`."""
+    """Return the number of frames of this size in a pack: a power of two up to `PAGE_GROUPS`."""
     count = PAGE_GROUPS
     while count > 1 and count * frame_bytes > PACK_BYTES:
         count //= 2
@@ -78,15 +78,15 @@ def pack_groups(frame_bytes: int) -> int:
 
 
 def has_states(spec: KVSpec) -> bool:
-    """Return whether a model has recurrent states, which are stored one by one."""
+    """Return True if a model has recurrent states; their frames are not packed."""
     return any(each.kind == "state" for each in spec.classes)
 
 
 def place(first: int, sizes: Sequence[int], digests: Sequence[str], pack: int, group: int) -> FramePlace | None:
-    """Return the place of a group's frame, given some consecutive groups of its track; None if outside.
+    """Return where a group's frame is, given some consecutive groups of its track; None if it is not among these.
 
-    ``first`` is the first given group's number, a multiple of ``pack``, the frames per pack; the last pack may have
-    fewer. ``sizes`` (bytes) and ``digests`` are those of the given frames, with all frames of each pack.
+    ``first`` is the first given group's number, a multiple of ``pack``, the number of frames per pack; the last pack
+    may have fewer. ``sizes`` (bytes) and ``digests`` are those of the given frames, with all frames of each pack.
     """
     if not 0 <= group - first < len(sizes):
         return None

@@ -70,9 +70,9 @@ def make_client(where: StoreUrl, limits: ClientConfig) -> ObstoreClient:
 
 
 def endpoint_of(where: StoreUrl) -> str:
-    """Return the endpoint of a URL, or for S3 of the environment; empty for the cloud's own.
+    """Return the endpoint in a URL, or for S3 in the environment; empty for the cloud's own endpoint.
 
-    Raises `UsageError` for a malformed environment, which would make obstore panic.
+    Raise `UsageError` for malformed environment variables.
     """
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if where.scheme == "s3" else ()
     if where.endpoint or not (name := next(filter(os.environ.get, names), "")):

@@ -1,7 +1,7 @@
-"""Pages: the catalog entries of up to 16 consecutive groups, so that a lookup needs no catalog. No I/O.
+"""Pages: catalog entries of up to 16 consecutive groups, so that a lookup does not need a catalog. No I/O.
 
-A page is named by the chained digest of any of its groups, so a player finds it by a prompt. It checks frames against
-the page's digests, and the page against the prompt's.
+A page can be found by the chained digest of any of its groups, so a player finds it from a prompt. The player checks
+frames against the page's digests, and the page against the prompt's digests.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PageTrack:
 
     name: str
     first: _Number
-    """Number of its first group within its layer class."""
+    """Number of the first group within its layer class."""
     bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME_BYTES)], ...], _Few]
     digests: Annotated[tuple[Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")], ...], _Few]
     loss: Annotated[tuple[Loss, ...], _Few]
@@ -58,17 +58,17 @@ class PageTrack:
 
 @dataclass(frozen=True)
 class Page(CommonFacts):
-    """Facts about consecutive groups of tokens; may be from an untrusted source."""
+    """Facts about consecutive groups of tokens. It may be from an untrusted source."""
 
     spec: KVSpec
     levels: Annotated[tuple[Level, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
-    """Base first, each after the level that it refines."""
+    """Levels, base first, each after the level that it refines."""
     chunks: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=PAGE_GROUPS)]
     first: _Number
-    """A multiple of `PAGE_GROUPS`."""
+    """Number of the first group, a multiple of `PAGE_GROUPS`."""
     tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
     tracks: Annotated[tuple[PageTrack, ...], Meta(min_length=1, max_length=MAX_TRACKS * 16)]
-    """Published tracks, without layer classes that have no groups here."""
+    """Published tracks, except those of layer classes without groups in this page."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
 
     def __post_init__(self) -> None:
@@ -111,17 +111,17 @@ class Page(CommonFacts):
 
     @property
     def digest_kind(self) -> str:
-        """Kind of its frames' digests."""
+        """Kind of the frames' digests."""
         return kind_of(self.tracks[0].digests[0])
 
     @cached_property
     def kind(self) -> str:
-        """Equal for pages that can be played together, see `page_kind`."""
+        """Digest that is equal for pages that can be played together, see `page_kind`."""
         return page_kind(self.spec, self.levels, self.profile, self.digest_kind)
 
     @property
     def whole(self) -> bool:
-        """Whether it is full."""
+        """True if the page is full."""
         return self.tokens == PAGE_GROUPS * self.spec.group_tokens
 
     def pack_of(self, track: str) -> int:
@@ -130,7 +130,7 @@ class Page(CommonFacts):
         return level.pack(part)
 
     def place(self, track: str, group: int) -> FramePlace | None:
-        """Return the place of a published frame, or None."""
+        """Return where a published frame is, or None."""
         found = self.by_name.get(track)
         if found is None:
             return None
@@ -145,12 +145,12 @@ class Page(CommonFacts):
         return frozenset(place.name for place in places if place is not None)
 
     def shared(self, digests: Sequence[str]) -> int:
-        """Return how many groups a prompt shares, given its chained digests or prefixes of them."""
+        """Return the number of groups in common with a prompt, given its chained digests or prefixes of these."""
         pairs = zip(self.chunks, digests[self.first :], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0].startswith(pair[1]), pairs))
 
     def fits(self, spec: KVSpec, *, any_dtype: bool) -> bool:
-        """Return whether an engine with this spec can play it."""
+        """Return True if an engine with this spec can play the page."""
         wanted = with_snapshots_of(spec, self.spec)
         wanted = wanted.with_dtypes(self.spec) if any_dtype else wanted
         return wanted.digest() == self.spec.digest()
@@ -175,7 +175,7 @@ class Page(CommonFacts):
 
 
 def page_kind(spec: KVSpec, levels: Iterable[Level], profile: str | None, digest: str) -> str:
-    """Return a digest of everything that determines decoding: spec, levels, profile, digest kind."""
+    """Return a digest of everything that affects decoding: spec, levels, profile, kind of digests."""
     decides = [spec.digest().hex(), [[level.name, level.refines] for level in levels], profile, digest]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
@@ -209,14 +209,14 @@ def _tracks(catalog: Catalog, units: Sequence[tuple[int, Unit]]) -> list[PageTra
 
 
 def with_pages(catalog: Catalog, pages: Sequence[Page]) -> Catalog:
-    """Return the catalog with its pages' sizes, digests and losses."""
+    """Return the catalog with the sizes, digests and losses of these pages."""
     entries, units = Entries(pages), units_of(catalog.spec, catalog.tokens)
     tracks = [replace(track, **entries.listing(catalog.spec, track, units)) for track in catalog.tracks]
     return replace(catalog, tracks=tuple(tracks))
 
 
 class Entries(dict[tuple[str, int], tuple[int, str, float]]):
-    """Bytes, digest and loss of each published group."""
+    """Bytes, digest and loss of each published group, by track and group."""
 
     def __init__(self, pages: Sequence[Page]) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Entries(dict[tuple[str, int], tuple[int, str, float]]):
                     self[track.name, track.first + at] = entry
 
     def listing(self, spec: KVSpec, level: Level, units: Sequence[Unit]) -> dict[str, Any]:
-        """Return bytes, digests and losses of units on a level; raise `FormatError` if some are not listed."""
+        """Return bytes, digests and losses of units on a level; raise `FormatError` if a unit is missing."""
         names = [part.track_name(level.name) for part in spec.parts]
         try:
             found = [self[names[unit.part], unit.group] for unit in units]
@@ -237,7 +237,7 @@ class Entries(dict[tuple[str, int], tuple[int, str, float]]):
 
 
 def placed(catalog: Catalog, track: str, group: int) -> FramePlace | None:
-    """Return the place of a published frame of an asset, or None."""
+    """Return where a published frame of an asset is, or None."""
     found = catalog.published.get(track)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The token ids of an asset's prompt, for recompute and verification. No server sends them."""
+"""The token ids of an asset's prompt, for recomputing and verification. Servers never send them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Prompt:
 
     tokens: tuple[TokenId, ...]
     continuation: tuple[TokenId, ...]
-    """Later tokens, on which losses are measured."""
+    """Ids of the tokens that follow the prompt, on which losses are measured."""
     seal: str | None = None
-    """Ties a salted prompt to its asset, see `sealed`."""
+    """Binds a salted prompt to its asset, see `sealed`."""
 
     def sealed(self, name: str) -> Prompt:
-        """Return this prompt tied to ``name``, the last chained digest, which cannot be checked without the salt."""
+        """Return this prompt bound to ``name``, the last chained digest, which cannot be checked without the salt."""
         return replace(self, seal=self._seal(name))
 
     def is_sealed_for(self, name: str) -> bool:
-        """Return whether the seal matches ``name`` and these token ids."""
+        """Return True if the seal matches ``name`` and these token ids."""
         return self.seal == self._seal(name)
 
     def _seal(self, name: str) -> str:
@@ -48,7 +48,7 @@ class Prompt:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Prompt:
-        """Parse JSON of `dumps`; raise `FormatError` if it is invalid."""
+        """Parse a result of `dumps`; raise `FormatError` if it is invalid."""
         data = text.encode(errors="replace") if isinstance(text, str) else text
         read_schema(data, "prompt", _PROMPT_SCHEMA)
         return decode(data, cls, "prompt")

@@ -1,8 +1,8 @@
-"""Keeps the assets that engines publish into a folder within a number of bytes.
+"""Limits the total size of the assets that engines publish into a folder.
 
-Outgrown turns of conversations are removed first: assets that another one continues. Then the least recently used, by
-the access time of its catalog. Assets of `kvabr encode` were measured, which is expensive, and stay. An engine
-publishes a removed prompt again when it computes it again.
+Outgrown turns of conversations are removed first: assets that another asset continues. Then the least recently used
+assets are removed, by the access times of their catalogs. Assets of `kvabr encode` are never removed, as measuring them
+was expensive.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from kvabr.types.errors import KvabrError
 from kvabr.types.naming import prefix_key
 
 _SLACK = 0.05
-"""Share of the bound after which the folder is read again, because others may publish into it too. As much more than
-necessary is removed, so that a full folder is not read for each new asset."""
+"""Fraction of the limit after which the folder is read again, since other processes may publish into it, too. The same
+fraction is removed in addition, so that a full folder is not read for each new asset.
+"""
 _KEY_BYTES = 8
 
 
@@ -32,9 +33,11 @@ class _Known:
 
     used_s: float = 0.0
     objects: dict[str, int] = field(default_factory=dict)
-    """Bytes of its objects; empty if no engine published it, so that it is never removed."""
+    """Sizes in bytes of its objects; empty for an asset that no engine published, which is never removed."""
     keys: bytes = b""
-    """Keys of its groups, joined. Empty if only all of it can be played: then no other asset continues it."""
+    """Keys of its groups, concatenated. Empty if the cache can only be played as a whole, so that no other asset
+    continues it.
+    """
     whole: int = 0
 
     def key(self, group: int) -> bytes:
@@ -42,27 +45,26 @@ class _Known:
 
 
 class FolderQuota:
-    """The bound of a folder. Only `touch` is thread-safe.
+    """The size limit of a folder. Only `touch` is thread-safe.
 
-    Processes that share a folder each read it again after publishing a twentieth of the bound, so each may exceed it by
-    as much.
+    Each process that shares a folder reads it again after publishing a twentieth of the limit, so each may exceed the
+    limit by that much.
     """
 
     def __init__(self, store: LocalStore, max_bytes: int) -> None:
-        """Take the folder, unread before the first `make_room`."""
         self._store, self._max_bytes = store, max_bytes
         self._known: dict[str, _Known] = {}
         self._since_bytes: int | None = None
-        """Bytes published since the last look; None before the first."""
+        """Bytes published since the folder was last read; None before the first time."""
 
     def touch(self, name: str) -> None:
-        """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
+        """Record that an asset was computed or looked up again, so that it is kept longer. Never raises."""
         path = self._store.path(catalog_name(name))
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # another modification means another asset
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # a new modification time means a new asset
 
     def make_room(self, name: str) -> int:
-        """Count a new asset, remove others if they no longer fit, and return how many were removed."""
+        """Count a new asset, remove others if they no longer fit, and return the number of removed assets."""
         made = self._known[name] = self._read(name)
         since = None if self._since_bytes is None else self._since_bytes + sum(made.objects.values())
         if since is None or since > _SLACK * self._max_bytes or self._total(self._known) > self._max_bytes:
@@ -80,7 +82,7 @@ class FolderQuota:
                 break
             del left[victim]
             going.append(victim)
-        with contextlib.suppress(KvabrError):  # another process was faster, or this one may not write here
+        with contextlib.suppress(KvabrError):  # another process was faster, or this process may not write here
             self._store.blocked(remove_assets(self._store, going))
         self._known = left
         return len(going)
@@ -93,10 +95,10 @@ class FolderQuota:
         return sum(every.values())
 
     def _outgrown(self) -> set[str]:
-        """Return the names of assets that another one continues.
+        """Return the names of assets that another asset continues.
 
-        The digest of a partial group says nothing about other prompts. So an asset that ends with one is outgrown if
-        another has all its full groups and at least one more.
+        The digest of a partial group does not occur in longer prompts. So an asset that ends with a partial group is
+        outgrown if another asset has all its full groups and at least one more.
         """
         after_any, after_full = set[bytes](), set[bytes]()
         for known in self._known.values():
@@ -134,7 +136,7 @@ class FolderQuota:
             return _Known()
         catalog = asset.catalog
         objects = {**asset.objects, catalog_name(name): asset.catalog_size} if catalog.estimated else {}
-        if not catalog.every_token:  # of windows and states, each asset has what continuing its own end takes
+        if not catalog.every_token:  # with windows and states, only an asset itself can be continued at its end
             return _Known(used_s, objects)
         keys = b"".join(map(prefix_key, catalog.chunks))
         return _Known(used_s, objects, keys, catalog.tokens // catalog.spec.group_tokens)

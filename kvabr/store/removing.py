@@ -28,7 +28,7 @@ from kvabr.types.errors import FormatError, NotFoundError
 Progress = Callable[[str, int, int], object]
 """Called with the name of a stage, the number of finished steps, and their total."""
 _GRACE_S = 3600.0
-"""Seconds for which an unnamed object may belong to a running publisher."""
+"""Seconds for which an object that no catalog names may belong to a running publisher."""
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:
@@ -36,7 +36,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 def objects_of(catalog: Catalog) -> dict[str, int]:
-    """Return the bytes of each object with a catalog's frames."""
+    """Return the size in bytes of each object with frames of a catalog."""
     sizes: dict[str, int] = {}
     for track in catalog.published.values():
         for group in range(len(track.bytes)):
@@ -48,7 +48,7 @@ def objects_of(catalog: Catalog) -> dict[str, int]:
 async def read_catalogs(
     store: Store, prompts: Iterable[str], progress: Progress = silent
 ) -> tuple[dict[str, Catalog], dict[str, str]]:
-    """Return catalogs by prompt digest, and errors of damaged ones; skip missing ones."""
+    """Return catalogs by prompt digest, and the errors of damaged catalogs; skip missing ones."""
     found, bad, names = dict[str, Catalog](), dict[str, str](), list(prompts)
 
     async def read(prompt: str) -> None:
@@ -72,16 +72,16 @@ async def read_catalogs(
 async def remove_assets(
     store: Store, prompts: Collection[str], *, unreferenced: bool = False, progress: Progress = silent
 ) -> int:
-    """Remove assets and the objects that only they name; return the freed bytes.
+    """Remove assets, and objects that no other asset names; return the number of freed bytes.
 
-    With ``unreferenced`` also remove objects that no catalog names, once an hour old. If another catalog, which may
-    name any object, cannot be read, only the catalogs are removed. A publisher that takes over a removed page at this
-    moment publishes an asset that lacks it.
+    With ``unreferenced``, also remove objects that no catalog names if they are an hour old. If another catalog cannot
+    be read, only the catalogs are removed, as that catalog may name any object. If a publisher takes over a page while
+    it is removed, its asset lacks the page's frames.
     """
     there = await listing(store, CATALOGS)
     going, _ = await read_catalogs(store, [prompt for prompt in prompts if catalog_name(prompt) in there], progress)
     freed = sum(there[name].size for prompt in prompts if (name := catalog_name(prompt)) in there)
-    # Catalogs first: the second listing then shows catalogs published meanwhile.
+    # Delete catalogs first: the second listing then includes catalogs published in the meantime.
     await store.delete([catalog_name(prompt) for prompt in prompts])
     await store.delete([prompt_name(prompt) for prompt in prompts])
     left = [name.removeprefix(CATALOGS) for name in await listing(store, CATALOGS)]

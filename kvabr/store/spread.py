@@ -1,4 +1,4 @@
-"""Run several coroutines at once, within a bound."""
+"""Runs coroutines concurrently, up to a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a store: immutable objects by name. See `docs/design/store.md`.
+"""The interface of stores, which have immutable objects by name. See `docs/design/store.md`.
 
 A new kind of store is a class with `get`, `put_new`, `list` and `delete`, and a line in `kvabr.store.locations`.
 """
@@ -19,32 +19,32 @@ from kvabr.types.errors import NotFoundError, Reason, RequestError
 T = TypeVar("T")
 
 PART_BYTES = 32 << 10
-"""Least bytes of a stream's part, except the last."""
+"""Minimum bytes of a part of a stream, except the last part."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object without its bytes."""
+    """Name, size and time of an object."""
 
     name: str
     size: int
     modified_s: float
-    """Time of writing by the store's clock, seconds since 1970."""
+    """Time of writing by the store's clock, in seconds since 1970."""
 
 
 class Store(ABC):
-    """Immutable objects by name, a relative path with slashes.
+    """A store of immutable objects. Names are relative paths with slashes.
 
-    Requests may be made from any thread, and raise subclasses of `TransportError`; `blocked` runs one without an event
-    loop.
+    Requests may be made from any thread, and raise subclasses of `TransportError`; `blocked` runs a request in a thread
+    without an event loop.
     """
 
     url: str
     """URL or path, without secrets."""
     folder: Path | None = None
-    """The folder of a store on this machine; its files may be opened directly."""
+    """Folder of a store on this machine, else None; its files may be opened directly."""
     immediate: bool = False
-    """True if `blocked` runs requests in the calling thread, because they never wait for a network."""
+    """True if `blocked` runs requests in the calling thread."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -53,14 +53,14 @@ class Store(ABC):
     async def get(
         self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """Return bytes ``first`` to ``last`` of an object, or fewer if it is shorter.
+        """Return bytes ``first`` to ``last`` of an object; fewer if the object is shorter.
 
         Args:
             name: the object.
             first: first byte.
-            last: byte after the last one; None: to the end.
-            limit: most bytes of the range.
-            wait_s: seconds without data until the request is repeated, at most twice; None: the store's own limit.
+            last: byte after the last requested byte; None: to the end.
+            limit: maximum size of the range in bytes.
+            wait_s: seconds without data after which the request is repeated, at most twice; None: the store's default.
 
         Raises:
             NotFoundError: there is no such object.
@@ -70,23 +70,23 @@ class Store(ABC):
 
     @abstractmethod
     async def put_new(self, name: str, data: bytes | memoryview) -> bool:
-        """Write an object if there is none of that name; return whether it was written.
+        """Write an object unless the name exists; return True if it was written.
 
-        After a broken connection, False may also mean that this very object was written.
+        If the connection broke during the request, False may also mean that this object was written.
         """
 
     @abstractmethod
     def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """Yield the objects with this prefix, which ends in a slash or is empty (all)."""
+        """Yield the objects with this prefix, which ends in a slash, or is empty for all objects."""
 
     @abstractmethod
     async def delete(self, names: Collection[str]) -> None:
-        """Delete objects; missing ones are no error."""
+        """Delete objects; missing objects are not an error."""
 
     async def stream(
         self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        """Yield bytes ``first`` to ``last`` as they arrive, in parts of at least ``part_bytes``; errors as `get`.
+        """Yield bytes ``first`` to ``last`` as they arrive, in parts of at least ``part_bytes``; errors as for `get`.
 
         Closing the generator ends the request.
         """
@@ -94,17 +94,17 @@ class Store(ABC):
         yield await self.get(name, first, last, limit=last - first)
 
     async def check_writable(self) -> None:  # noqa: B027  # not every store needs it
-        """Create the store if it does not exist; raise `StoreError` if publishers cannot use it."""
+        """Create the store if it does not exist; raise `StoreError` if publishers cannot write to it."""
 
     def close(self) -> None:  # noqa: B027  # not every store has connections
-        """Release connections, between requests; a later request opens new ones."""
+        """Release connections; call it between requests. A later request opens new ones."""
 
     def blocked(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of this store from a thread without an event loop."""
         return drive(work) if self.immediate else blocked(work)
 
     def started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine of this store, as `blocked`; an immediate one ends at once."""
+        """Start a coroutine of this store, like `blocked`; if the store is `immediate`, the future is already done."""
         if not self.immediate:
             return started(work)
         done: Future[T] = Future()
@@ -115,7 +115,7 @@ class Store(ABC):
         return done
 
     def where(self, name: str) -> str:
-        """Return the location of an object for messages."""
+        """Return an object's location for messages."""
         place, mark, options = self.url.partition("?")
         return f"{place.rstrip('/')}/{name}{mark}{options}"
 
@@ -131,7 +131,7 @@ class Store(ABC):
 
 
 async def exists(store: Store, name: str) -> bool:
-    """Return whether a non-empty object exists."""
+    """Return True if an object exists and is not empty."""
     try:
         await store.get(name, 0, 1, limit=1)
     except NotFoundError:
@@ -145,7 +145,7 @@ async def listing(store: Store, prefix: str) -> dict[str, StoredObject]:
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that does not wait while `is_driven` is true, in this thread, even within an event loop."""
+    """Run a coroutine in this thread, even within an event loop; while `is_driven` is True, it must not wait."""
     outer, _DRIVEN.now = is_driven(), True
     try:
         work.send(None)
@@ -162,5 +162,5 @@ _DRIVEN = threading.local()
 
 
 def is_driven() -> bool:
-    """Return whether `drive` runs the current coroutine, so that it must not wait."""
+    """Return True if `drive` runs the current coroutine, so that it must not wait."""
     return getattr(_DRIVEN, "now", False)

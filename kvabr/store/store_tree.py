@@ -1,4 +1,4 @@
-"""The stores at a location: the named store, or those in a folder, at most `MAX_DEPTH` levels down."""
+"""The stores at a location: a single store, or all stores in a folder, at most `MAX_DEPTH` levels deep."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ MAX_DEPTH = 4
 MAX_FOLDERS = 100_000
 _OWN = {name.rstrip("/") for name in (CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES)}
 _LOOK_EVERY_S = 5.0
-"""Seconds between two scans of a store that is not a folder."""
+"""Seconds between two scans of a store other than a folder."""
 _MARKS = (CATALOGS.rstrip("/"), LIVE.rstrip("/"))
-"""Folders that distinguish a store from a folder of stores."""
+"""Subfolders that only a store has, to distinguish it from a folder of stores."""
 
 
 class StoreTree:
     """A store, or a folder of stores, such as one for each tenant."""
 
     def __init__(self, location: Location) -> None:
-        """Take a path or URL; errors as `open_store`."""
         self._top = open_store(location, must_exist=True)
         self.location = self._top.location
         self._known: dict[str, AssetStore] = {}
 
     @property
     def folder(self) -> Path | None:
-        """The folder; None for a store that is not on this machine."""
+        """Path of the folder; None for a store that is not on this machine."""
         return self._top.store.folder if isinstance(self._top.store, LocalStore) else None
 
     @property
     def look_every_s(self) -> float:
-        """Least seconds between two scans for new assets."""
+        """Minimum seconds between two scans for new assets."""
         return 0.0 if self.folder is not None else _LOOK_EVERY_S
 
     def find(self) -> tuple[dict[str, AssetStore], dict[str, str]]:
-        """Return stores by their path below the location, with a final slash, and errors of unreadable folders.
+        """Return stores by path relative to the location, with a final slash, and errors of unreadable folders.
 
         The location itself is always first, with an empty path.
         """

@@ -1,4 +1,4 @@
-"""URLs of object stores, without credentials, which are read from the environment."""
+"""URLs of object stores. They have no credentials; these are read from the environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from kvabr.types.errors import UsageError, did_you_mean
 
 CLOUDS = {"s3": "S3", "gs": "GCS", "az": "Azure"}
-"""Schemes with a bucket, and obstore's names for their stores."""
+"""Schemes of URLs with a bucket, each with obstore's name for its stores."""
 WEB = ("http", "https")
 """Schemes of read-only caches in front of a store."""
 SCHEMES = {
@@ -19,7 +19,7 @@ SCHEMES = {
     "http": set[str](),
     "https": set[str](),
 }
-"""Schemes of object stores, and their options."""
+"""Schemes of object stores, each with its options."""
 _MAX_URL = 2048
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9._=@+-]{1,128}")
@@ -30,13 +30,13 @@ _SECRET = re.compile(r"key|secret|token|password|sas|sig|credential")
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """Location of objects. Its text has no secrets, so it may be logged."""
+    """Location of objects. It contains no secrets, so it may be logged."""
 
     scheme: str
     bucket: str
-    """Bucket or container, or host and port of a cache."""
+    """Bucket or container, or host and port of an HTTP cache."""
     prefix: str = ""
-    """Precedes every name; without slashes at its ends."""
+    """Prefix of every object's name, without slashes at its ends."""
     endpoint: str = ""
     region: str = ""
     account: str = ""
@@ -72,7 +72,7 @@ class StoreUrl:
 
     @property
     def root(self) -> str:
-        """The prefix of every name, with a final slash."""
+        """Prefix of every object's name, with a final slash."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def __str__(self) -> str:
@@ -126,11 +126,11 @@ def _shown(url: str) -> str:
 
 
 def check_endpoint(endpoint: str, name: str) -> None:
-    """Raise `UsageError` unless this is the endpoint of a store; ``name`` begins the message."""
+    """Raise `UsageError` unless this is a valid endpoint of a store; ``name`` starts the message."""
     try:
         parts = urlsplit(endpoint)
         known = parts.scheme in WEB and bool(_HOST.fullmatch(parts.netloc) and parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an address, or a bad port
+    except ValueError:  # brackets without an address, or an invalid port
         known = False
     if not known or not endpoint.isascii() or not endpoint.isprintable():
         raise UsageError(f"{name} must be http://HOST:PORT or https://HOST, without credentials")

@@ -1,12 +1,12 @@
-"""Observe the events of many plays.
+"""Passes the events of many plays to listeners.
 
-`Telemetry` passes events to listeners, each in its own thread: `JsonLines`, `PlayerMetrics` (Prometheus) and
-`OpenTelemetry` (spans; extra ``otel``)::
+`Telemetry` runs each listener in its own thread: `JsonLines`, `PlayerMetrics` (Prometheus) and `OpenTelemetry` (spans;
+extra ``otel``)::
 
     with Telemetry(JsonLines("plays.jsonl"), PlayerMetrics()) as telemetry:
         played = client.play(tokens, deadline=2.0, options=PlayOptions(telemetry=telemetry))
 
-If a listener is too slow, events are dropped and counted; its exceptions are counted and logged once.
+If a listener is too slow, events are dropped and counted. A listener's exceptions are counted, and logged once.
 """
 
 from kvabr.telemetry.hub import Telemetry

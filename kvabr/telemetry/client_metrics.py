@@ -1,4 +1,4 @@
-"""Metrics of a client; `kvabr.telemetry.PlayerMetrics` has those of plays."""
+"""Metrics of a client; for metrics of plays see `kvabr.telemetry.PlayerMetrics`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ClientMetrics(MetricSet):
         )
 
     def show_store(self, store: GroupCache) -> None:
-        """Copy a store's counters, by tier."""
+        """Copy the counters of a store, by tier."""
         seen = self._seen.setdefault(store, {})
         for name, tier in store.tiers.items():
             self.store_bytes.labels(name).set(tier.currsize)

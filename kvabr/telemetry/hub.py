@@ -1,4 +1,4 @@
-"""Passes the events of plays to listeners without ever delaying a play."""
+"""Passes the events of plays to listeners, and never delays a play."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
 
 _QUEUE_LIMIT = 8192
 _ENDS_RESERVE = 1024
-"""Extra places for `PlayEnded`."""
+"""Additional places in a queue, reserved for `PlayEnded`."""
 _CLOSE_S = 5.0
 
 
@@ -53,7 +53,7 @@ class Telemetry:
 
     @property
     def counts(self) -> dict[str, ListenerCounts]:
-        """Counts by listener name; a second listener of the same name is ``name-2``."""
+        """Counts by listener name; a second listener with the same name is ``name-2``."""
         found: dict[str, ListenerCounts] = {}
         for queue in self._queues:
             name, number = queue.listener.name, 2
@@ -64,7 +64,7 @@ class Telemetry:
 
     @contextmanager
     def play(self, log: Log | None = None) -> Iterator[Log]:
-        """Yield a log for a new play, which also calls ``log``. Leaving the context ends the play."""
+        """Yield a log for a new play; events are also passed to ``log``. Leaving the context ends the play."""
         self._home.check()
         tap = _Tap(self._queues, time.time())
 
@@ -83,7 +83,7 @@ class Telemetry:
     def feed(self, events: Iterable[PlayEvent], began_s: float | None = None) -> str:
         """Pass on the events of a finished play, waiting for slow listeners; return its identifier.
 
-        It began at ``began_s`` seconds since 1970, by default now.
+        ``began_s`` is the start of the play in seconds since 1970; default: now.
         """
         self._home.check()
         begun = time.time() if began_s is None else began_s
@@ -101,7 +101,7 @@ class Telemetry:
         return all(queue.wait(max(0.0, until - time.monotonic())) for queue in self._queues)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Drain the queues, then end the threads; a thread that hangs is abandoned."""
+        """Drain the queues, then end the threads; abandon threads that hang."""
         if not self._home.here:
             return  # the threads and outputs belong to the parent process
         until = time.monotonic() + timeout_s
@@ -163,7 +163,7 @@ class _ListenerQueue:
             self.counts.delivered += 1
             try:
                 context.run(self.listener.receive, delivered)
-            except BaseException as error:  # noqa: BLE001  # the listener must receive the next event
+            except BaseException as error:  # noqa: BLE001  # the listener must still receive the next event
                 self.counts.errors += 1
                 self._warn(f"raised {error!r}")
             with self._changed:
@@ -184,7 +184,7 @@ class _ListenerQueue:
 class _Tap:
     def __init__(self, queues: list[_ListenerQueue], wall_s: float) -> None:
         self.sid = uuid.uuid4().hex
-        # Each listener runs in a copy of the caller's context, which holds the parent span.
+        # Each listener runs in a copy of the caller's context, which contains the parent span.
         self._queues = [(queue, copy_context()) for queue in queues]
         self.last_s = 0.0
         self._over = False
@@ -192,7 +192,7 @@ class _Tap:
 
     def put(self, event: PlayEvent, wall_s: float) -> None:
         if self._over:
-            return  # upgrades may continue, but listeners have seen the play end
+            return  # upgrades may continue, but listeners have received the play's end
         delivered = EventRecord(self.sid, wall_s, event)
         self.last_s = event.t
         for queue, context in self._queues:

@@ -1,6 +1,6 @@
-"""`JsonLines`: one JSON object per event, under CMCD names (CTA-5004, Common Media Client Data) where one fits.
+"""`JsonLines`: one JSON object per event, with CMCD names (CTA-5004, Common Media Client Data) where they fit.
 
-Unlike segments of a video, all groups of a cache have one deadline, so the names mean:
+Unlike segments of a video, all groups of a cache have the same deadline, so the names mean:
 
 ============  ========================================================================================================
 ``sid``       The play: random.
@@ -19,7 +19,7 @@ Unlike segments of a video, all groups of a cache have one deadline, so the name
 
 Responses have ``ttfb`` and ``ttlb`` of version 2: ms from the request to its first and last byte. As CTA-5004 requires,
 ``dl`` and ``bl`` are rounded to 100 ms, ``mtp`` and ``rtp`` to 100 kbit/s, and a buffer is at least 0. ``slack_s``,
-``rate`` and ``lower`` (bytes per second) follow unrounded.
+``rate`` and ``lower`` (bytes per second) are additional, unrounded values.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Record = dict[str, Any]
 
 _RATE_FACTOR = 5
 _RECORDED = frozenset({"plan", "recompute"})
-"""Other decisions are recorded with their request."""
+"""Kinds of decisions to record; others are recorded with the request that they cause."""
 _MAX_REQUESTS = 4096
 
 
 class JsonLines(Listener):
-    """Appends to a file, which plays can share: every line has the ``sid`` of its play."""
+    """Appends to a file, which plays can share: every line has the ``sid`` of a play."""
 
     name: ClassVar[str] = "jsonl"
 
@@ -68,7 +68,7 @@ class JsonLines(Listener):
 
 
 class Cmcd:
-    """Turns the events of one play into records."""
+    """Converts the events of one play to records."""
 
     def __init__(self, sid: str) -> None:
         self._who: Record = {"sid": sid}
@@ -77,15 +77,15 @@ class Cmcd:
         self._top = 0
         self._decision: events.DecisionMade | None = None
         self._requests: dict[int, tuple[float, float | None]] = {}
-        """Times sent and of the first byte, by open request."""
+        """Time sent, and time of the first byte, of each open request."""
         self._pending: Record | None = None
-        """The last request's record, held until the next event shows whether another request follows."""
+        """Record of the last request, held until the next event shows if another request follows."""
         self._starved = False
 
     def records(self, wall_s: float, event: events.PlayEvent) -> Iterator[Record]:
-        """Yield the records of an event at ``wall_s``, seconds since 1970: the held one and at most one more."""
+        """Yield the records of an event at ``wall_s`` (seconds since 1970): the held record and at most one more."""
         if self._pending is not None and not isinstance(event, events.RequestSent):
-            # A decision at the same time may lead to the next request.
+            # If a decision has the same time, the next request may follow from it.
             decided = isinstance(event, events.DecisionMade) and event.kind not in _RECORDED
             if not (decided and event.t == self._pending["t"]):
                 yield self._pending
@@ -182,5 +182,5 @@ _NUMBERS = ("slack_s", "rate", "lower")
 
 
 def _hundreds(value: float) -> int:
-    """Round as CTA-5004 requires."""
+    """Round to hundreds, as CTA-5004 requires."""
     return max(0, 100 * round(value / 100.0))

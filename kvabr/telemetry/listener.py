@@ -1,4 +1,4 @@
-"""The listener protocol, and bounded per-play state."""
+"""The interface of listeners, and bounded per-play state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class EventRecord:
     """One event of one play."""
 
     play: str
-    """Random, the ``sid`` of CMCD."""
+    """Random identifier of the play, the ``sid`` of CMCD."""
     wall_s: float
-    """Seconds since 1970."""
+    """Time of the event, seconds since 1970."""
     event: PlayEvent
-    """`PlayCalled` is the first of every play, `PlayEnded` the last."""
+    """The event. The first event of every play is `PlayCalled`, the last is `PlayEnded`."""
 
 
 class Listener(ABC):
@@ -33,17 +33,18 @@ class Listener(ABC):
 
     @abstractmethod
     def receive(self, record: EventRecord) -> None:
-        """Handle one event; may block or raise.
+        """Handle one event. The method may block or raise.
 
-        When the listener's queue is full, events are dropped, `PlayEnded` last, so any event may be a play's first.
+        If the listener's queue is full, events are dropped (`PlayEnded` only if necessary), so the first event of a
+        play may be of any type.
         """
 
     def close(self) -> None:  # noqa: B027  # a hook that few need
-        """Release resources; no event follows."""
+        """Release resources. No event follows."""
 
 
 class PlayStates(Generic[S]):
-    """States of the last 1,024 active plays. The number is bounded, since ends of plays may be dropped."""
+    """States of the last 1,024 active plays. Their number is limited because the end of a play may be dropped."""
 
     def __init__(self, make: Callable[[str], S]) -> None:
         self._make = make
@@ -53,7 +54,7 @@ class PlayStates(Generic[S]):
         return len(self._states)
 
     def of(self, record: EventRecord) -> S:
-        """Return the state of an event's play; `PlayEnded` removes it."""
+        """Return the state of an event's play; remove it at `PlayEnded`."""
         found = self._states.pop(record.play, None)
         if found is None:
             found = self._make(record.play)

@@ -16,9 +16,9 @@ from kvabr.types.errors import UsageError
 from kvabr.types.installing import WHERE, extra
 
 _MAX_SPANS = 2000
-"""Spans per play; the rest are counted in ``kvabr.spans_left_out``."""
+"""Maximum number of spans per play; ``kvabr.spans_left_out`` counts the rest."""
 _MAX_EVENTS = 100
-"""Events per kind on a play's span (live: one per group); the rest are counted in ``kvabr.events_left_out``."""
+"""Maximum events per kind on a play's span (live: one event per group); ``kvabr.events_left_out`` counts the rest."""
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
@@ -28,12 +28,12 @@ Key = tuple[str, int]
 
 
 class OpenTelemetry(Listener):
-    """Makes a trace of every play."""
+    """Creates a trace of every play."""
 
     name: ClassVar[str] = "opentelemetry"
 
     def __init__(self, tracer_provider: Any = None) -> None:
-        """``tracer_provider``: an `opentelemetry.trace.TracerProvider`; None: the application's global one."""
+        """``tracer_provider`` is an `opentelemetry.trace.TracerProvider`; None: the application's global provider."""
         try:
             from opentelemetry import trace  # noqa: PLC0415  # an extra
         except ImportError as error:
@@ -109,7 +109,7 @@ class _Spans:
 
     def _engine(self, now: int, event: events.RecomputeEvent) -> None:
         if isinstance(event, events.RecomputeStarted):
-            self._end(_LOOKUP, now)  # without a cached prefix, no other event ends the lookup
+            self._end(_LOOKUP, now)  # if no prefix is cached, no other event ends the lookup
             self._begin(("recompute", 0), now, _named(event, ("first", "last")))
         else:
             self._end(("recompute", 0), now, error=event.reason if isinstance(event, events.RecomputeFailed) else None)
@@ -127,7 +127,7 @@ class _Spans:
             case events.GroupDecoded():
                 self._end(decode, now)
             case events.RequestCancelled() | events.RequestFailed():
-                # A failed request (in transfer or decoder) is an error; a cancelled one is not.
+                # A failed request is an error, no matter if transfer or decoder failed; a cancelled request is not.
                 failed = isinstance(event, events.RequestFailed)
                 outcome = {"kvabr.outcome": "failed" if failed else "cancelled"}
                 attributes = outcome | _named(event, ("received", "reason"))

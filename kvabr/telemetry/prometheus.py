@@ -49,7 +49,7 @@ class MetricSet:
         return gauge
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        """Create a histogram with these upper bounds and a last bucket without one."""
+        """Create a histogram with these upper bounds of buckets, and a last bucket without a bound."""
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
     def expose(self) -> str:
@@ -57,12 +57,12 @@ class MetricSet:
         return generate_latest(self.registry).decode()
 
     def value(self, sample: str, **labels: str) -> float:
-        """Return the value of a sample, such as ``kvabr_play_seconds_count``, by all its labels; 0 if absent."""
+        """Return the value of a sample such as ``kvabr_play_seconds_count``, given all its labels; 0 if absent."""
         return self.registry.get_sample_value(sample, labels) or 0.0
 
 
 class _Undescribed(Collector):
-    """A gauge without the registry's name check, which confuses a gauge ``x`` with a counter ``x_total``."""
+    """A gauge that skips the registry's name check, which confuses a gauge ``x`` with a counter ``x_total``."""
 
     def __init__(self, metric: Gauge) -> None:
         self._metric = metric
@@ -72,7 +72,7 @@ class _Undescribed(Collector):
 
 
 class BoundedLabel:
-    """Bounds the values of a label: peers choose track names."""
+    """Limits the number of values of a label, since peers choose track names."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -98,7 +98,7 @@ class _PlayState:
 
 
 class PlayerMetrics(Listener, MetricSet):
-    """Counts plays; `expose` returns the text, `ScrapeServer` serves it."""
+    """Counts plays. `expose` returns the metrics as text; `ScrapeServer` serves them."""
 
     name: ClassVar[str] = "prometheus"
 
@@ -202,12 +202,12 @@ class PlayerMetrics(Listener, MetricSet):
 
 
 class ScrapeServer:
-    """Serves ``/metrics`` and ``/healthz`` to at most 32 connections, for 5 seconds each; a context manager."""
+    """Serves ``/metrics`` and ``/healthz`` to at most 32 connections, each for up to 5 seconds; a context manager."""
 
     def __init__(self, metrics: MetricSet, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> None:
-        """Prepare a server; entering it binds the address. Port 0 takes a free one.
+        """Prepare a server; entering the context binds the address. Port 0 selects a free port.
 
-        ``/healthz`` answers 503 unless ``healthy()`` is true.
+        ``/healthz`` returns status 503 unless ``healthy()`` is True.
         """
         self._metrics, self._host, self._port, self._healthy = metrics, host, port, healthy
         self._server: _Server | None = None
@@ -234,7 +234,7 @@ class ScrapeServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._server is not None and self._home.here:  # a forked child would wait for the thread forever
+        if self._server is not None and self._home.here:  # in a forked child, this would wait for the thread forever
             self._server.shutdown()
             self._server.server_close()
 
@@ -273,7 +273,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request_thread(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
     ) -> None:
-        # A socket timeout covers one read only; a client that sends a byte per second would never end.
+        # A socket timeout covers only one read, so it does not stop a client that sends a byte per second.
         timer = threading.Timer(_TIMEOUT_S, self.shutdown_request, (request,))
         timer.start()
         try:
@@ -283,11 +283,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that left, were too slow, or do not speak HTTP."""
+        """Ignore errors of clients that left, were too slow, or do not speak HTTP."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
 
     def log_message(self, format: str, *_: object) -> None:  # noqa: A002  # the name of its base
-        """Stay silent about each scrape."""
+        """Do nothing, so that scrapes are not logged."""

@@ -1,1 +1,1 @@
-"""Data types shared by all packages. Imports no other kvabr package."""
+"""Data types that all packages use. Imports no other kvabr package."""

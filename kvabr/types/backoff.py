@@ -6,17 +6,16 @@ import random
 
 
 def scattered(seconds: float) -> float:
-    """Return a pause times a random 0.5 to 1.5, so that clients that failed together do not retry together."""
+    """Return a pause multiplied by a random 0.5 to 1.5, so that clients that failed together retry at other times."""
     return seconds * random.uniform(0.5, 1.5)  # noqa: S311  # no secret
 
 
 class Backoff:
-    """Doubling pauses for repeated attempts."""
+    """Pauses that double with each repeated attempt."""
 
     __slots__ = ("_first_s", "_max_s", "pause_s")
 
     def __init__(self, first_s: float, max_s: float) -> None:
-        """Begin with no pause; the first is ``first_s`` seconds, the longest ``max_s``."""
         self._first_s, self._max_s = first_s, max_s
         self.pause_s = 0.0
 

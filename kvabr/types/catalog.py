@@ -1,11 +1,11 @@
-"""The catalog of an asset: bytes, expected loss and digest of each group on each track, as versioned JSON.
+"""The catalog of an asset: size, expected loss and digest of each group on each track, as versioned JSON.
 
-Players decide from the catalog alone. Annotations are the validation rules for untrusted catalogs
-(`kvabr.types.records`). Add new fields to `Catalog`, or to `CommonFacts` if prefixes found in a store by their pages
-need them too. With several layer classes, "group" means a unit (`kvabr.types.units`): a track lists all units in order
+Players need only the catalog for decisions. Annotations are the validation rules for untrusted catalogs
+(`kvabr.types.records`). Add new fields to `Catalog`, or to `CommonFacts` if prefixes that are found by a store's pages
+also need them. With several layer classes, "group" means a unit (`kvabr.types.units`): a track lists all units in order
 and is published as one track per class.
 
-Loss is the expected KL divergence against the exact cache, in nats per generated token; losses of groups add up.
+Loss is the expected KL divergence from the exact cache, in nats per generated token; losses of groups add up.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Quality:
     """Measured quality of the whole cache on one track."""
 
     kl: Number
-    """Mean KL divergence against the exact cache, nats per token of the continuation."""
+    """Mean KL divergence from the exact cache, nats per token of the continuation."""
     dnll: Number
     """Change of the mean negative log-likelihood of the true continuation, nats per token."""
     top1: Number
-    """Share of continuation tokens with an unchanged most likely token."""
+    """Fraction of continuation tokens for which the most likely token is unchanged."""
     kl8: Number | None = None
-    """KL divergence over the first 8 tokens of a longer continuation."""
+    """KL divergence over the first 8 tokens; None for a shorter continuation."""
     kl32: Number | None = None
-    """KL divergence over the first 32."""
+    """KL divergence over the first 32 tokens; None for a shorter continuation."""
 
     def __post_init__(self) -> None:
         check(self, "measured quality")
@@ -60,7 +60,7 @@ class Quality:
     def loss(self) -> float:
         """Expected loss of an answer, nats per token: the mean of `kl8`, `kl32` and `kl`.
 
-        The first tokens of an answer suffer most, and the mean over a long answer hides that.
+        The first tokens of an answer lose most, which the mean over a long answer hides.
         """
         lengths = [kl for kl in (self.kl8, self.kl32, self.kl) if kl is not None]
         return sum(lengths) / len(lengths)
@@ -72,15 +72,15 @@ class Level:
 
     name: str
     refines: str | None = field(default=None, kw_only=True)
-    """Track to decode first; None if it stands alone."""
+    """Track to decode first; None if this track is self-contained."""
     decode_s: Positive = field(default=0.0, kw_only=True)
-    """Seconds for one worker of the publisher to verify and decode a full group; 0.0 if not measured."""
+    """Seconds for one thread of the publisher to verify and decode a full group; 0.0 if not measured."""
     tails: Tails = field(default=(), kw_only=True)
     """Remaining loss after computed tails, see `kvabr.types.tails`."""
     packs: Annotated[tuple[Annotated[int, Meta(ge=1, le=LOOKUP_RUN)], ...], Meta(max_length=16)] = field(
         default=(), kw_only=True
     )
-    """Consecutive groups per object, by layer class; empty means 1 (`docs/design/store.md`)."""
+    """Number of consecutive groups per object, by layer class; empty means 1 (`docs/design/store.md`)."""
 
     def __post_init__(self) -> None:
         check_track_name(self.name)
@@ -93,7 +93,7 @@ class Level:
         return own_state(self)
 
     def pack(self, part: int) -> int:
-        """Return the groups of a layer class per object."""
+        """Return the number of groups per object for a layer class."""
         return self.packs[part] if part < len(self.packs) else 1
 
     def to_json(self) -> dict[str, Any]:
@@ -106,14 +106,14 @@ class Track(Level):
     """One compression level of one asset."""
 
     bytes: tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...]
-    """Size of each group's frame, with header."""
+    """Size of each group's frame in bytes, with header."""
     loss: tuple[Loss, ...]
-    """Expected loss of each group, with the layers below."""
+    """Expected loss of each group, decoded with the layers below."""
     digests: tuple[Annotated[str, Meta(max_length=80)], ...]
     """Digest of each group's frame, all of one kind (`kvabr.types.digests`)."""
     measured: Quality | None = field(default=None, kw_only=True)
 
-    @cached_property  # policies read it at every decision
+    @cached_property  # policies read this at every decision
     def total_bytes(self) -> int:
         """Bytes of the whole track."""
         return sum(self.bytes)
@@ -129,7 +129,7 @@ class Mix:
     """A cache of groups from several tracks, with predicted and measured loss."""
 
     tracks: tuple[Annotated[str, Meta(max_length=64)], ...]
-    """Track of each group; may be ``recomputed``."""
+    """Track of each group, or ``recomputed``."""
     predicted: Number
     measured: Number
 
@@ -143,7 +143,7 @@ def level_of(track: Level) -> Level:
 
 
 def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Track:
-    """Return a track with only some groups, with the losses of those in ``alike``."""
+    """Return a track with only some groups; the groups ``alike`` determine the losses."""
     sizes, digests, loss = _some(track.bytes, groups), _some(track.digests, groups), _some(track.loss, alike)
     return replace(track, bytes=sizes, loss=loss, digests=digests, measured=None)
 
@@ -155,7 +155,7 @@ def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
 
 
 def check_tracks(tracks: Sequence[Level], what: str) -> None:
-    """Raise `FormatError` if a track is listed twice or before the track it refines."""
+    """Raise `FormatError` if a track is listed twice, or before the track that it refines."""
     seen: set[str] = set()
     for track in tracks:
         if track.name in seen:
@@ -179,7 +179,7 @@ __all__ = [
 ]
 
 MAX_CATALOG_BYTES = 32 << 20
-"""11 tracks of a million tokens in groups of 128 take 11 MB."""
+"""Maximum size of a catalog in bytes. 11 tracks of a million tokens in groups of 128 take 11 MB."""
 MAX_PROFILE_BYTES = 1 << 29
 MAX_GROUPS = 1 << 20
 MAX_TRACKS = 64
@@ -189,24 +189,22 @@ _ORDER = (
     *("loss_method", "mixes", "tracks"),
 )
 _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
-"""Written even at their default."""
+"""Fields that are written even at their default value."""
 RECOMPUTED = "recomputed"
 
 
 @dataclass(frozen=True)
 class CommonFacts:
-    """Facts shared by all assets of one publisher with the same spec and tracks."""
+    """Facts that all assets of one publisher with the same spec and tracks have in common."""
 
     profile: Sha256 | None = field(default=None, kw_only=True)
     """SHA-256 of the codec profile file, hex; None if no track needs one."""
     profile_bytes: Annotated[int, Meta(ge=0, le=MAX_PROFILE_BYTES)] = field(default=0, kw_only=True)
     prefill: PrefillCost | None = field(default=None, kw_only=True)
-    """Prefill cost on the publisher's machine, the default for replays without an engine."""
+    """Cost of a prefill on the publisher's machine; replays use it by default."""
     loss_method: Annotated[str, Meta(max_length=1 << 15)] = field(default="", kw_only=True)
     estimated: bool = field(default=False, kw_only=True)
-    """True if the losses were copied from another asset, as engines do. Such an asset costs only its prefill, so it may
-    be replaced.
-    """
+    """True if the losses are estimated from another asset, as engines do. Such an asset may be replaced."""
 
 
 @dataclass(frozen=True)
@@ -221,23 +219,21 @@ class Catalog(CommonFacts):
     tracks: Annotated[tuple[Track, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
     asked: tuple[Loss, ...] = ()
-    """Share of each group in the loss after questions about the text, on any track; empty if not measured, as with
-    several layer classes.
-    """
+    """Share of each group in the loss after questions about the text, for any track; empty if not measured."""
     source: Annotated[str, Meta(max_length=1 << 15)] = ""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
-    """Tokens of the prompt before this asset; positive for a keyed piece or a placed passage (`at`)."""
+    """Tokens of the prompt before this asset; positive for an asset named by key or a placed passage (`at`)."""
     passage: PassageNotes | None = None
     offset: int = field(default=0, metadata=IN_MEMORY)
-    """Published groups before this catalog's first: group ``g`` is published as ``offset + g``."""
+    """Number of published groups before this catalog's first group: group ``g`` is published as ``offset + g``."""
     chosen: tuple[Unit, ...] | None = field(default=None, metadata=IN_MEMORY)
-    """Units of the catalog, if it leaves some out that a play does not need."""
+    """Units of the catalog, if it does not have all units; None: all units."""
     sources: tuple[Catalog, ...] = field(default=(), metadata=IN_MEMORY)
     """Passages of a joined catalog (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length, each
-    with a chunk; text between passages is a unit too.
+    with a chunk.
     """
     tail: int = field(default=0, metadata=IN_MEMORY)
-    """Tokens that the engine computes after this catalog; the losses apply after them."""
+    """Number of tokens that the engine computes after this catalog. The losses are those after these tokens."""
     whole: Catalog | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
 
     def __post_init__(self) -> None:
@@ -282,12 +278,12 @@ class Catalog(CommonFacts):
 
     @cached_property
     def every_token(self) -> bool:
-        """True if the only class needs every group."""
+        """True if there is a single class that needs every group."""
         return len(self.spec.classes) == 1 and self.spec.only.kind in ("full", "latent")
 
     @cached_property
     def even(self) -> bool:
-        """True if all groups except the last have equal length and belong to one asset."""
+        """True if all groups except the last have the same length and belong to one asset."""
         return self.every_token and not self.sources
 
     @property
@@ -299,7 +295,7 @@ class Catalog(CommonFacts):
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Unit of each group; prefer `unit` if groups are `even`."""
+        """Unit of each group; if groups are `even`, `unit` is faster."""
         return units_of(self.spec, self.tokens) if self.chosen is None else self.chosen
 
     def unit(self, group: int) -> Unit:
@@ -311,7 +307,7 @@ class Catalog(CommonFacts):
         return Unit(0, self.offset + group, group, self.first_token + first, last - first, free)
 
     def title(self, group: int) -> str:
-        """Return a group's name in messages: ``group 3``, or ``window512 #3`` with several layer classes."""
+        """Return a group's name for messages: ``group 3``, or ``window512 #3`` with several layer classes."""
         unit = self.unit(group)
         if self.sources:
             own = "text" if unit.source == COMPUTED else f"passage {unit.source} group {unit.group}"
@@ -320,12 +316,12 @@ class Catalog(CommonFacts):
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """The `title` of every group with several layer classes, otherwise empty."""
+        """The `title` of every group if there are several layer classes; otherwise empty."""
         return tuple(map(self.title, range(self.groups))) if len(self.spec.classes) > 1 else ()
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Tokens per layer class that a play of this `to_play` catalog delivers."""
+        """For each layer class, the tokens that a play of this `to_play` catalog delivers."""
         if self.every_token:
             return (Span(self.first_token, self.tokens),)
         found = []
@@ -337,7 +333,7 @@ class Catalog(CommonFacts):
 
     @cached_property
     def published(self) -> dict[str, Track]:
-        """Tracks by published name, one per class and level; a play's catalog lacks some groups."""
+        """Tracks by published name, one per class and level. In a play's catalog, some groups are missing."""
         if len(self.spec.parts) == 1:
             return self.by_name
         found = {}
@@ -350,7 +346,7 @@ class Catalog(CommonFacts):
         return found
 
     def known_digests(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yield each published track name with its group digests; "" for groups outside this catalog."""
+        """Yield each published track name with its group digests; "" for groups that this catalog does not have."""
         for track in self.tracks:
             if self.every_token:
                 yield track.name, track.digests
@@ -368,12 +364,12 @@ class Catalog(CommonFacts):
         return self.published.get(name) or self.track(name)
 
     def namespace_of(self, group: int) -> TrackNamespace:
-        """Return the namespace of a published group; the prompt's own if no asset has it."""
+        """Return the namespace of a published group; that of the prompt if the group is in no asset."""
         source = self.units[group].source if self.sources else COMPUTED
         return self.namespace if source == COMPUTED else self.sources[source].namespace
 
     def address(self, group: int, track: str) -> tuple[str, int]:
-        """Return a group's published track name on a level, and its number there."""
+        """Return the published name of a group's track on a level, and the group's number in that track."""
         if self.even:
             return track, self.offset + group
         unit = self.units[group]
@@ -381,7 +377,7 @@ class Catalog(CommonFacts):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the contents, hex; identifies the catalog between processes of one kvabr version."""
+        """SHA-256 of the contents, hex; identifies the catalog in processes of the same kvabr version."""
         return hashlib.sha256(pickle.dumps(self, pickle.HIGHEST_PROTOCOL)).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -401,7 +397,7 @@ class Catalog(CommonFacts):
         return sum(2 * unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units)
 
     def track(self, name: str) -> Track:
-        """Return the track called ``name``; raise `FormatError` with the existing tracks if there is none."""
+        """Return the track named ``name``; raise `FormatError` with the existing tracks if there is none."""
         try:
             return self.by_name[name]
         except KeyError:
@@ -411,14 +407,14 @@ class Catalog(CommonFacts):
             ) from None
 
     def group_tokens(self, group: int) -> int:
-        """Return the tokens in ``group`` (rows of a snapshot)."""
+        """Return the number of tokens in ``group`` (rows for a snapshot)."""
         if not self.even:
             return self.units[group].tokens
         first, last = self.spec.group_range(group, self.tokens)
         return last - first
 
     def share(self, group: int) -> float:
-        """Return a group's elements relative to the largest full group, the unit of `Track.decode_s`."""
+        """Return the size of a group relative to the largest full group, to which `Track.decode_s` refers."""
         if self.even:
             return self.group_tokens(group) / self.spec.group_tokens
         unit, largest = self.units[group], self.spec.largest
@@ -433,7 +429,7 @@ class Catalog(CommonFacts):
         return list(map(self.share, range(self.groups)))
 
     def tokens_before(self, group: int) -> int:
-        """Return this catalog's tokens before a group; all of them for the index after the last."""
+        """Return the number of this catalog's tokens before a group, or before the end if ``group`` is `groups`."""
         if self.even:
             return min(group * self.spec.group_tokens, self.tokens)
         if group >= self.groups:
@@ -454,9 +450,9 @@ class Catalog(CommonFacts):
         return tuple(cuts(self.spec, self.units, self.offset, self.first_token + self.tokens))
 
     def cut(self, group: int) -> int:
-        """Return the last group up to ``group`` where an engine can compute the rest of the prompt.
+        """Return the last group, at most ``group``, from which an engine can compute the rest of the prompt.
 
-        The engine needs every unit of the prefix before it; group 0 is always possible.
+        The engine needs every unit of the prefix before this group; group 0 is always possible.
         """
         return group if self.every_token else self._cuts[bisect_right(self._cuts, group) - 1]
 
@@ -469,12 +465,12 @@ class Catalog(CommonFacts):
         return max(0, found - self.offset), limit
 
     def prefix(self, groups: int, end: int | None = None) -> Catalog:
-        """Return the catalog of the first ``groups`` groups of tokens (1 to all), for a prompt that continues there.
+        """Return the catalog of the first ``groups`` groups of tokens (1 to all), to continue a prompt after them.
 
-        It keeps the published namespace, drops measurements of the whole cache, and has only the units needed
-        (`kvabr.types.units.needed`). `playable` returns the available prefixes. For engines that take whole blocks
-        only, ``end`` is the token in the last group where the prompt continues (None: after the group). Raise
-        `UsageError` if there is no such prefix, or this is a passage.
+        It has the same published namespace, no measurements of the whole cache, and only the units needed
+        (`kvabr.types.units.needed`). For engines that accept only whole blocks, ``end`` is the token in the last group
+        where the prompt continues (None: after the group). Raise `UsageError` if there is no such prefix, or if this is
+        a passage.
         """
         size = self.spec.group_tokens
         if self.passage is not None:
@@ -515,7 +511,7 @@ class Catalog(CommonFacts):
     def with_tail(self, groups: int, tail: int) -> Catalog:
         """Return the catalog of a prefix, followed by ``tail`` tokens that the engine computes.
 
-        Generation begins after the tail; losses apply then, see `kvabr.types.tails`. Raises as `prefix`.
+        Generation begins after the tail; losses are those after it, see `kvabr.types.tails`. Errors as for `prefix`.
         """
         if not tail:
             return self.prefix(groups)
@@ -532,13 +528,14 @@ class Catalog(CommonFacts):
 
     @cached_property
     def to_play(self) -> Catalog:
-        """The part that a play of the whole cache needs."""
+        """The part of this catalog that a play of the whole cache needs."""
         return self.prefix(len(self.chunks))
 
     def suffix(self, groups: int) -> Catalog:
-        """Return the rest to play for an engine that already has the first ``groups`` groups (0 to all but one).
+        """Return the catalog to play for an engine that already has the first ``groups`` groups (0 to all but one).
 
-        Groups are renumbered from 0, `offset` counts the skipped ones, and measurements of the whole cache are dropped.
+        Groups are renumbered from 0, `offset` is increased by the skipped groups, and measurements of the whole cache
+        are dropped.
         """
         if not 0 <= groups < len(self.chunks):
             raise UsageError(f"groups to skip must be 0 to {len(self.chunks) - 1}, got {groups}")
@@ -558,7 +555,7 @@ class Catalog(CommonFacts):
         )
 
     def at(self, position: int) -> Catalog:
-        """Return this passage placed after ``position`` tokens of a prompt; raise `UsageError` for other assets."""
+        """Return this passage, placed after ``position`` tokens of a prompt; raise `UsageError` for other assets."""
         if self.passage is None:
             raise UsageError(
                 f"{self.namespace.prompt[:12]}...: the cache of a prompt cannot be moved, only a passage's"
@@ -573,7 +570,7 @@ class Catalog(CommonFacts):
 
     @property
     def first_token(self) -> int:
-        """Tokens of the prompt before this catalog's first token."""
+        """Number of the prompt's tokens before this catalog's first token."""
         return self.position + self.offset * self.spec.group_tokens
 
     def _slice(self, first: int, last: int) -> Catalog:
@@ -609,7 +606,7 @@ class Catalog(CommonFacts):
 
     @classmethod
     def loads(cls, text: str | bytes) -> Catalog:
-        """Parse untrusted `dumps`; raise `FormatError` if a field is bad. Other threads can run meanwhile."""
+        """Parse an untrusted result of `dumps`; raise `FormatError` if it is invalid. Does not block other threads."""
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         data = text.encode(errors="replace") if isinstance(text, str) else text
@@ -620,7 +617,7 @@ class Catalog(CommonFacts):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Catalog:
-        """Read a catalog file; raise `AssetError` if it cannot be read, or as `loads`."""
+        """Read a catalog file; raise `AssetError` if it cannot be read, and the errors of `loads`."""
         try:
             with Path(path).open("rb") as file:
                 return cls.loads(file.read(MAX_CATALOG_BYTES + 1))

@@ -2,9 +2,9 @@
 
 Prefill: t(L, x) = max(f, c + b x + d L + a (2 L x + x^2)) seconds for x tokens after L tokens of cache.
 
-The terms are a constant per call, a linear part (projections, MLP), a part linear in the cached tokens (uploading or
-reading them), and attention, as token i attends to the L + i tokens before it. An accelerator needs at least f until it
-has enough tokens to be busy. All constants are fitted to timed prefills.
+The terms are a constant per call, a part linear in the new tokens (projections, MLP), a part linear in the cached
+tokens (uploading or reading them), and attention, as token i attends to the L + i tokens before it. An accelerator
+takes at least f until there are enough tokens to keep it busy. All constants are fitted to timed prefills.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 MISS_PENALTY = 0.5
-"""Cost of a missed deadline in addition to its lateness, nats per generated token."""
+"""Cost of a missed deadline, in addition to the cost of lateness, nats per generated token."""
 MIN_CALL = 5.0
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
 _MAX_TIMING_ERROR = 0.1
-"""Relative error above which a timing loses weight."""
+"""Relative error above which a timing gets less weight."""
 _FLOOR_PRICE = 3.0
-"""Minimum gain in `_Fit._misfit` to accept an unknown floor."""
+"""Minimum gain in `_Fit._misfit` for accepting a floor."""
 _MAX_FLOOR_FACTOR, _SURPRISE_PRICE = 2.2, 8.0
-"""Maximum expected floor, as a multiple of the expected smallest call, and the minimum gain for a higher one: more than
-one wrong timing can explain.
+"""Maximum usual floor, as a multiple of the expected time of the smallest call; and the minimum gain for a higher
+floor, which a single wrong timing cannot reach.
 """
 _ROUNDS, _MAX_SPLITS, _SAME = 12, 8, 1e-4
 _MIN_S, _MAX_S, _RIDGE = 1e-12, 1e9, 1e-12
 _ANCHORS = ((0, 128), (0, 1024), (0, 8192), (0, 65536), (8192, 128), (8192, 1024), (32768, 128), (32768, 2048))
-"""Sizes, as (tokens before, new tokens), where a fit uses the prior cost."""
+"""Sizes, as (tokens before, new tokens), at which a fit also uses the prior cost."""
 _ANCHOR_WEIGHT, _NEAREST = 0.3, 5
-"""Weight of an anchor relative to one timing, divided by their number; and the number of nearest timings that scale it.
+"""Weight of all anchors together, relative to one timing; and number of nearest timings that determine an anchor's
+scale.
 """
 
 
@@ -58,9 +59,10 @@ def objective(
 ) -> float:
     """Return J, the cost of a play: loss + time price x TTFT + engine price x engine seconds + lateness penalty.
 
-    A missed deadline costs `MISS_PENALTY`, plus the lateness in deadlines. ``loss`` is in nats per generated token, as
-    are ``time_price`` for a second before the first token and ``gpu_price`` for a second of engine time (infinite: a
-    rule for the player; engine time then costs 0). ``ttft_s`` of an abandoned play is its maximum length.
+    A missed deadline costs `MISS_PENALTY` plus the lateness, in multiples of the deadline. ``loss`` is in nats per
+    generated token. So are ``time_price``, the price of a second before the first token, and ``gpu_price``, that of a
+    second of engine time. An infinite ``gpu_price`` is a rule for the player; engine time then costs 0. For an
+    abandoned play, ``ttft_s`` is its maximum length.
     """
     missed = 0.0 if met else MISS_PENALTY
     spent = gpu_price * engine_s if math.isfinite(gpu_price) else 0.0
@@ -72,18 +74,18 @@ _CACHED_TOKENS = (0, 2048, 8192, 32768)
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds to compute the KV of new tokens; see this module's formula."""
+    """Seconds to compute the KV of new tokens; see the formula in this module's docstring."""
 
     constant_s: _Constant
     """Seconds per call."""
     per_token_s: _Constant
     """Seconds per new token."""
     attention_s: _Constant = 0.0
-    """Half the seconds per pair of a new token and a token it attends to."""
+    """Half the seconds per pair of a new token and a token that it attends to."""
     before_s: _Constant = 0.0
-    """Seconds per cached token before the new ones."""
+    """Seconds per cached token."""
     floor_s: _Constant = 0.0
-    """Minimum per call."""
+    """Minimum seconds per call."""
 
     def __post_init__(self) -> None:
         check(self, "prefill cost")
@@ -110,7 +112,7 @@ class PrefillCost:
         return np.where(new > 0, np.maximum(self.floor_s, self.constant_s + self.before_s * first + added), 0.0)
 
     def after(self, tokens: int) -> PrefillCost:
-        """Return the cost of a prompt after ``tokens`` uncounted tokens in place."""
+        """Return the cost of a prompt's tokens after its first ``tokens``, which are in place and not counted."""
         return replace(
             self,
             constant_s=self.constant_s + self.before_s * tokens,
@@ -124,7 +126,7 @@ class PrefillCost:
     def in_steps(self, limit: int) -> PrefillCost:
         """Return the approximate total cost for an engine that computes at most ``limit`` tokens per call.
 
-        This cost is that of one call. Fitting takes about 10 ms.
+        Fitting takes about 10 ms.
         """
         sizes = [1 << power for power in range(7, 17)]
         return PrefillCost.fit(
@@ -137,7 +139,7 @@ class PrefillCost:
 
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
-        """Return a linear cost, if only a prefill rate is known."""
+        """Return a linear cost, for an engine with a known prefill rate only."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
             raise UsageError(f"prefill rate must be a positive number of tokens a second, not {tokens_per_second}")
         return cls(0.0, 1.0 / tokens_per_second)
@@ -146,11 +148,11 @@ class PrefillCost:
     def fit(cls, timings: Iterable[tuple[int, int, float]], prior: PrefillCost | None = None) -> PrefillCost:
         """Fit the constants to timings, given as (tokens before, new tokens, seconds).
 
-        Uses non-negative least squares on relative errors; outliers get little weight. An earlier cost, the ``prior``,
-        is scaled to match and used for sizes without timings. Raise `UsageError` for fewer than three timings (one with
-        a prior), or one without tokens or positive time.
+        The fit uses non-negative least squares on relative errors; outliers get little weight. An earlier cost, the
+        ``prior``, is scaled to match, and used for sizes without timings. Raise `UsageError` for fewer than three
+        timings (with a prior: one), or if a timing has no tokens or no positive time.
         """
-        import numpy as np  # noqa: PLC0415  # only fitting needs it, and it loads slowly
+        import numpy as np  # noqa: PLC0415  # loads slowly, and only fitting needs it
 
         rows = list(timings)
         least = "three timings" if prior is None else "one timing"
@@ -166,7 +168,7 @@ class PrefillCost:
             anchors = np.maximum(prior.seconds_many(first, more), _MIN_S)
             apart = np.abs(np.log(np.concatenate([known, anchors])[:, None] / known))
             nearest = np.argsort(apart, axis=1, kind="stable")[:, :_NEAREST]
-            # The lower median: outliers are usually late.
+            # Use the lower median, as outliers are usually late.
             ratios = np.quantile((seconds / known)[nearest], 0.5, axis=1, method="lower")
             if not (known <= prior.floor_s).any():
                 ratios[len(rows) :][anchors <= prior.floor_s] = 1.0
@@ -191,7 +193,7 @@ class _Fit:
         self._before, self._new, self._seconds, self._weights, self._start = before, new, seconds, weights, start
 
     def best(self, price: float) -> PrefillCost:
-        """Return the best cost; a floor must improve the fit by ``price``."""
+        """Return the best cost. A floor is used only if it improves the fit by ``price``."""
         import numpy as np  # noqa: PLC0415
 
         nothing = np.zeros(len(self._seconds), bool)
@@ -213,7 +215,7 @@ class _Fit:
         expected = self._start
         for _ in range(_ROUNDS):
             off = np.log(self._seconds / expected) / _MAX_TIMING_ERROR
-            # Relative to the larger of both times, so that no timing has unlimited weight.
+            # Relative to the larger of both times, so that a single timing cannot dominate.
             rows = np.sqrt(self._weights / (1.0 + off * off)) / np.maximum(self._seconds, expected)
             floor = 0.0
             if floored.any():
@@ -230,7 +232,7 @@ class _Fit:
         return found
 
     def _misfit(self, cost: PrefillCost) -> float:
-        """Return approximately minus twice the log-likelihood of the timings."""
+        """Return the misfit: approximately minus twice the log-likelihood of the timings."""
         import numpy as np  # noqa: PLC0415
 
         off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _MIN_S)) / _MAX_TIMING_ERROR

@@ -1,8 +1,8 @@
 """Digests of groups: SHA-256, or BLAKE3 at less than half the CPU time.
 
-A SHA-256 is written as 64 hex digits, a BLAKE3 as ``b3-`` and 64 hex digits. An asset has one kind. Prompts, specs,
-profiles and catalogs are always named by SHA-256. BLAKE3 needs the package ``blake3`` (extra ``fast``); catalogs with
-it are rejected otherwise.
+A SHA-256 is written as 64 hex digits, a BLAKE3 as ``b3-`` and 64 hex digits. All groups of an asset have the same kind.
+Names of prompts, specs, profiles and catalogs are always SHA-256. BLAKE3 needs the package ``blake3`` (extra ``fast``);
+without it, catalogs with BLAKE3 are rejected.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 def is_digest(text: object) -> bool:
-    """Return whether ``text`` is a digest of any kind."""
+    """Return True if ``text`` is a digest of any kind."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
 def kind_of(digest: str) -> str:
-    """Return the kind of a digest; SHA-256 for any other text."""
+    """Return the kind of a digest; other text counts as SHA-256."""
     return BLAKE3 if digest.startswith(_MARKS[BLAKE3]) else SHA256
 
 
@@ -43,7 +43,7 @@ def digest_of(data: Buffer, kind: str = SHA256) -> str:
 
 
 def has_digest(digest: str, data: Buffer) -> bool:
-    """Return True if ``data`` has a digest, which may be any text; raises as `digest_of`."""
+    """Return True if ``digest``, which may be any text, is that of ``data``; errors as for `digest_of`."""
     return digest_of(data, kind_of(digest)) == digest
 
 
@@ -60,7 +60,7 @@ def from_raw(data: bytes, kind: str = SHA256) -> str:
 
 
 def unknown(kind: str = SHA256) -> str:
-    """Return the placeholder for an unknown digest."""
+    """Return the placeholder for an unknown digest of a kind."""
     return from_raw(bytes(RAW_BYTES), kind)
 
 
@@ -70,7 +70,7 @@ def require(kind: str) -> None:
 
 
 def check_kind(kind: str) -> str:
-    """Return a publisher's kind of digests; raise `UsageError` if it does not exist or needs a package."""
+    """Return ``kind`` for a publisher; raise `UsageError` if it does not exist or its package is not installed."""
     if kind not in KINDS:
         raise UsageError(f"no kind of digests is called {kind!r}{did_you_mean(kind, KINDS)}; use {' or '.join(KINDS)}")
     try:
@@ -82,7 +82,6 @@ def check_kind(kind: str) -> str:
 
 @cache
 def _hasher(kind: str) -> Callable[[Buffer], str]:
-    """Return a function that computes hex digits, for large buffers without the GIL."""
     if kind == SHA256:
         return _sha256
     try:

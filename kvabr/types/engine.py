@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     import torch
 
 EngineMode = Literal["hole", "suffix"]
-"""``hole``: any group with everything before it in place; ``suffix``: only from the first miss to the end."""
+"""``hole``: the engine can compute any group once everything before it is in place; ``suffix``: only from the first
+miss to the end.
+"""
 
 
 BUDGET_S = 2.0
 SHORT, _LONG = 1024, (4096, 16384)
-"""Prefills that are always timed, and longer ones that reveal a GPU's rate."""
+"""Tokens of prefills that are always timed, and of longer ones that reveal a GPU's rate."""
 
 AttentionReduction = Literal["sum", "max"]
 
@@ -35,35 +37,35 @@ class Engine(Protocol):
 
     @property
     def mode(self) -> EngineMode:
-        """Supported computations, see `EngineMode`."""
+        """What the engine can compute, see `EngineMode`."""
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the KV of ``tokens``, at least one, that follow the tokens with KV ``before``.
 
         Args:
             tokens: ids of the new tokens.
-            before: [layer, K/V, head, token, dim], any float dtype, read-only; None before the first token. Better
-                groups may be written into it during the call: each number is of the old or the new track.
+            before: [layer, K/V, head, token, dim], any float dtype, read-only; None at the start of a prompt. Better
+                groups may be written into it during the call; each number is then from the old or the new track.
 
         Returns:
             KV of the new tokens, [layer, K/V, head, token, dim], in the engine's dtype.
 
         Raises:
-            ModelError: the tokens do not fit the model, or ``before`` is not its cache.
+            ModelError: the tokens do not fit the model, or ``before`` is not a cache of this model.
         """
 
 
 @runtime_checkable
 class ClassEngine(Engine, Protocol):
-    """An engine with possibly several layer classes; `prefill` then requires a single class."""
+    """An engine that may have several layer classes; `prefill` then requires a single class."""
 
     def prefill_classes(
         self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Compute as `prefill`, with one tensor per layer class, [layer, K/V, head, token, dim], of all tokens each.
+        """Compute like `prefill`, with one tensor of all tokens per layer class, [layer, K/V, head, token, dim].
 
-        A state's result, [layer, 1, head, row, column], is the snapshot after the tokens. In ``before``, the last of a
-        state's snapshots, concatenated along the rows, counts.
+        The result for a state, [layer, 1, head, row, column], is the snapshot after the tokens. In ``before``, a
+        state's snapshots are concatenated along the rows; the last one is used.
         """
 
 
@@ -74,12 +76,12 @@ class ResidentCache(Protocol):
         """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim], any float dtype."""
 
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
-        """Compute, keep and return the KV of ``tokens`` from ``first`` on, following the cache in place.
+        """Compute and return the KV of ``tokens`` at positions from ``first`` on, and add it to the cache.
 
-        The result is on the device, possibly unfinished: reading synchronises.
+        The result is on the device, and may be unfinished; reading it synchronises.
 
         Raises:
-            ModelError: as `Engine.prefill`.
+            ModelError: as for `Engine.prefill`.
         """
 
 
@@ -88,7 +90,7 @@ class ResidentEngine(Engine, Protocol):
     """An engine that keeps a play's cache on its device, without a second copy."""
 
     def reside(self, tokens: int) -> ResidentCache | None:
-        """Return memory for ``tokens`` tokens; None if there is too little, or the model is unsupported."""
+        """Return memory for ``tokens`` tokens; None if there is not enough, or the model is not supported."""
 
 
 @runtime_checkable
@@ -100,12 +102,12 @@ class BlendEngine(Engine, Protocol):
     ) -> torch.Tensor:
         """Compute some tokens of a prompt over its cache.
 
-        Each attends to all earlier tokens: computed keys and values for those in ``at``, cached ones for the others.
-        With all positions this is the full prefill.
+        Each token attends to all earlier tokens: to computed keys and values for those in ``at``, to cached ones for
+        others. With all positions in ``at``, this is the full prefill.
 
         Args:
             tokens: ids of the prompt, at least up to the last position.
-            at: increasing positions to compute, at least one; may extend past the cache without a gap.
+            at: increasing positions to compute, at least one; they may extend beyond the cache, without a gap.
             kv: [layer, K/V, head, token, dim], any float dtype, read-only; the cache of the first tokens.
             layers: compute only the first ``layers`` layers; None: all.
 
@@ -128,13 +130,13 @@ class BlendEngine(Engine, Protocol):
 
         Args:
             question: ids of the question, at least one.
-            kv: [layer, K/V, head, token, dim], any float dtype, read-only; the cache before it.
+            kv: [layer, K/V, head, token, dim], any float dtype, read-only; the cache before the question.
             layers: layers to evaluate; the pass ends after the last. None: all.
             reduce: sum over heads and question tokens, or maximum.
 
         Returns:
-            [layer, token] float32 weights of cached tokens. Each head of each question token distributes 1 over the
-                tokens it sees, including the question's.
+            [layer, token] float32 weights of cached tokens. For each head and question token, the weights of all
+            visible tokens, including the question's, sum to 1.
 
         Raises:
             ModelError: as for `recompute`.
@@ -144,7 +146,7 @@ class BlendEngine(Engine, Protocol):
 def prefill_classes(
     engine: Engine, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the KV of ``tokens`` with any engine, as `ClassEngine.prefill_classes`."""
+    """Compute the KV of ``tokens`` with any engine; see `ClassEngine.prefill_classes`."""
     if isinstance(engine, ClassEngine):
         return engine.prefill_classes(tokens, before)
     _ = engine.spec.only
@@ -156,9 +158,9 @@ def time_prefills(
 ) -> list[tuple[int, int, float]]:
     """Time a few real prefills; return tokens before, new tokens and seconds, for `PrefillCost.fit`.
 
-    ``tokens`` are at least 128 ids of any real text; longer ones allow longer prefills. The fastest of ``repeats`` runs
-    counts; ``budget_s`` limits prefills of more than 1,024 tokens. Raise `UsageError` for too few tokens, `ModelError`
-    if those of a short prefill do not fit the model.
+    ``tokens`` are at least 128 ids of any real text; more tokens allow longer prefills. The fastest of ``repeats`` runs
+    counts; ``budget_s`` limits the time of prefills of more than 1,024 tokens. Raise `UsageError` for too few tokens,
+    `ModelError` if the tokens of a short prefill do not fit the model.
     """
     if len(tokens) < 128:
         raise UsageError(f"timing a prefill needs at least 128 tokens of text, not {len(tokens)}")
@@ -182,7 +184,7 @@ def time_prefills(
 def _timed(
     engine: Engine, tokens: Sequence[int], shapes: Sequence[tuple[int, int]], repeats: int
 ) -> list[tuple[int, int, float]]:
-    # Zeros replace a real cache; timing does not depend on values.
+    # Use zeros as a cache; timing does not depend on values.
     probes, most = prefill_classes(engine, tokens[:1]), max(before for before, _ in shapes)
     parts = engine.spec.parts
     longest = [probe.new_zeros(computed_shape(part, most)) for probe, part in zip(probes, parts, strict=True)]

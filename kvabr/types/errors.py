@@ -97,7 +97,7 @@ class PlayError(KvabrError):
 
 
 class BusyError(PlayError):
-    """The client has reached its limit of plays, and refused this one early, so that the caller can do without it."""
+    """The client has reached its limit of plays, and refused this one early."""
 
 
 class TransportError(KvabrError):
@@ -124,7 +124,7 @@ class RequestError(TransportError):
     """The peer refused or reset one request; the connection stays open."""
 
     def __init__(self, message: str, *, reason: Reason = Reason.INTERNAL, retry_after_s: float | None = None) -> None:
-        """Describe the failure. A retry may succeed after ``retry_after_s`` seconds; None: a retry is pointless."""
+        """A retry may succeed after ``retry_after_s`` seconds; None: a retry is pointless."""
         super().__init__(message)
         self.reason = reason
         self.retry_after_s = retry_after_s
@@ -165,10 +165,7 @@ _NO_THREAD, _NO_MEMORY = "can't start new thread", ("can't allocate memory", "no
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
-    """Return the `ExhaustedError` for an error that reports an exhausted resource; None for other errors.
-
-    Any import or opening of a file can fail, so libraries report this in many ways.
-    """
+    """Return the `ExhaustedError` for an error that reports an exhausted resource; None for other errors."""
     seen: BaseException | None = error
     for _ in range(_CAUSES):
         if seen is None or isinstance(seen, KvabrError):

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 Limit = Literal["network", "publisher", "cpu", "kept"]
-"""Limiting factor of a transfer: the path, a peer without data to send, or this process reading too slowly.
+"""What limited a transfer: the network path, a peer without data to send, or this process, which reads too slowly.
 
 ``kept``: the bytes were already in the local store.
 """
@@ -24,10 +24,10 @@ class PlayEvent:
     t: float
     """Seconds after the play began."""
     late: bool = field(default=False, kw_only=True)
-    """True after delivery, for upgrades."""
+    """True for events after delivery, in upgrades."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``t``, ``event`` (the name) and the fields; optional ones only if set."""
+        """Return ``t``, ``event`` (the event's name) and the fields; optional fields only if they are set."""
         values = [(one, getattr(self, one.name)) for one in fields(self)]
         needed = {one.name: value for one, value in values if one.default is MISSING}
         chosen = {one.name: value for one, value in values if one.default is not MISSING and value != one.default}
@@ -50,29 +50,29 @@ class PlayStarted(PlayEvent):
 
     name: ClassVar[str] = "start"
     trace: str
-    """Trace of a replay; QUIC library of a real play."""
+    """Name of a replay's trace; the QUIC library of a real play."""
     start_s: float
     policy: str
     estimator: str
     deadline_s: float
-    """Seconds after ``t`` = 0."""
+    """Deadline in seconds after ``t`` = 0."""
     engine_mode: str
     groups: int
     asset: str
     tracks: tuple[str, ...]
     track_bytes: tuple[int, ...]
     worth_playing: tuple[str, ...]
-    """On the Pareto front of bytes against loss."""
+    """Tracks on the Pareto front of bytes against loss."""
     fp16_bytes: int
-    """Size of the exact cache at 16 bits per element."""
+    """Size of the exact cache in bytes at 16 bits per element."""
     rtt_s: float | None
-    """Round trip; None if unknown."""
+    """Round trip time in seconds; None if unknown."""
     lookup_s: float | None = None
-    """Part of the deadline spent on the lookup; None in a replay."""
+    """Seconds of the deadline spent on the lookup; None in a replay."""
     tail: int = 0
-    """Tokens that the engine computes after the cache, including the question; losses apply after them."""
+    """Tokens that the engine computes after the cache, including the question. Losses are those after these tokens."""
     tail_s: float = 0.0
-    """Extra seconds of the engine call for cached ones."""
+    """Additional seconds of the engine call, because it computes cached tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class LookupFailed(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class SourceLeftOut(PlayEvent):
-    """A source of the play has none of the cache, or lacks tracks."""
+    """A source does not have the cache, or not all tracks, and is not used."""
 
     name: ClassVar[str] = "source_left_out"
     source: int
@@ -94,7 +94,7 @@ class SourceLeftOut(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class ProfileFailed(PlayEvent):
-    """The codec profile did not arrive; the play continues without the tracks that need it."""
+    """The codec profile was not received; the play continues without tracks that need it."""
 
     name: ClassVar[str] = "profile_failed"
     reason: str
@@ -102,17 +102,17 @@ class ProfileFailed(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class GroupsPublished(PlayEvent):
-    """The producer of a cache during prefill has published more groups."""
+    """The producer of a cache during prefill has published further groups."""
 
     name: ClassVar[str] = "published"
     edge: int
     ends_s: float
-    """Expected time of the last group, seconds after the play began; the actual time once it exists."""
+    """Expected time of the last group, in seconds after the play began; the actual time once it is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerStopped(PlayEvent):
-    """The producer of an incomplete cache has stopped."""
+    """The producer stopped before the cache was complete."""
 
     name: ClassVar[str] = "producer_stopped"
     edge: int
@@ -121,11 +121,11 @@ class ProducerStopped(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class SoonerAlone(PlayEvent):
-    """The player's engine would prefill the prompt sooner than its producer."""
+    """The player's engine would complete the prefill of the prompt before its producer."""
 
     name: ClassVar[str] = "sooner_alone"
     alone_s: float
-    """Seconds from now on."""
+    """Time that the player's engine would take, in seconds."""
     ends_s: float
     """Expected time of the last group, seconds after the play began."""
 
@@ -149,11 +149,11 @@ class PlayGaveUp(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class PlayEnded(PlayEvent):
-    """The play returned or raised; the last event in telemetry."""
+    """The play returned or raised an error; the last event in telemetry."""
 
     name: ClassVar[str] = "ended"
     error: str | None
-    """Exception class name; None if the play returned."""
+    """Name of the exception's class; None if the play returned."""
     reason: str | None
 
 
@@ -169,37 +169,37 @@ class DecisionMade(PlayEvent):
     request: int | None
     reason: str
     rate: float
-    """Expected, bytes per second; 0.0 if unknown."""
+    """Expected rate in bytes per second; 0.0 if unknown."""
     lower: float
-    """Lower bound, bytes per second."""
+    """Lower bound of the rate in bytes per second."""
     ttfb_s: float
     """Expected seconds to the first byte of a request."""
     slack_s: float | None
-    """Seconds to the deadline minus those needed for the rest; None if no rate is known."""
+    """Seconds to the deadline minus the seconds needed for the rest; None if the rate is unknown."""
     alternatives: Mapping[str, float] | None
-    """Track to bytes, or to the number that the policy compared."""
+    """By track, the bytes, or the number that the policy compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDivided(PlayEvent):
-    """The policy divides the remaining work between network and engine. Times are seconds from then on."""
+    """The policy divides the remaining work between network and engine. Times are in seconds after this event."""
 
     name: ClassVar[str] = "division"
     first: int
     last: int
-    """Group after the engine's last; equal to `first` if the engine computes none."""
+    """Group after the engine's last group; equal to `first` if the engine computes none."""
     network_s: float
     engine_s: float
     play_s: float
-    """If the network fetched everything."""
+    """Time if the network fetched everything."""
     compute_s: float
-    """If the engine computed everything."""
+    """Time if the engine computed everything."""
     known: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressMade(PlayEvent):
-    """A tick during requests: received bytes and the estimator's state."""
+    """A regular update during requests: received bytes, and the estimator's state."""
 
     name: ClassVar[str] = "progress"
     received: int
@@ -309,7 +309,7 @@ class RecomputeFailed(RecomputeEvent):
 
 @dataclass(frozen=True, slots=True)
 class PassageRefused(PlayEvent):
-    """A passage that the origin has is computed instead of joined."""
+    """A passage is computed instead of joined, although the origin has it."""
 
     name: ClassVar[str] = "passage_refused"
     passage: str
@@ -318,7 +318,7 @@ class PassageRefused(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class TokensChosen(PlayEvent):
-    """The order of recomputing the passages' tokens is known."""
+    """The order in which the passages' tokens will be recomputed is known."""
 
     name: ClassVar[str] = "tokens_chosen"
 
@@ -343,7 +343,7 @@ class TokensDone(PlayEvent):
 
 @dataclass(frozen=True, slots=True)
 class TokensFailed(PlayEvent):
-    """Recomputation failed; the passages are used as joined."""
+    """Recomputation failed; the passages are used without it."""
 
     name: ClassVar[str] = "tokens_failed"
     reason: str

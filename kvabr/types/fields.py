@@ -1,7 +1,7 @@
-"""Options defined once, as fields of frozen dataclasses with type, bounds, default and docstring.
+"""Options, defined once as fields of frozen dataclasses with type, bounds, default and docstring.
 
-They generate the command line, `kvabr.toml` and engine settings (`kvabr.cli.fields`, `kvabr.engines.settings`). Bounds
-are from the package annotated-types, as in pydantic:
+The command line, `kvabr.toml` and engine settings are generated from them (`kvabr.cli.fields`,
+`kvabr.engines.settings`). Bounds are from the package annotated-types, as in pydantic:
 
     timeout_s: Annotated[float, Gt(0), Shown("--timeout S")] = 5.0
     '''Seconds that connecting may take.'''
@@ -42,28 +42,29 @@ class Shown:
     """Shows a field on the command line, as part of an `Annotated` type."""
 
     words: str = ""
-    """Flags and metavar, ``-d --deadline S``; or only a metavar, ``URL``, if positional. Default: ``--`` and the name.
+    """Flags and metavar, such as ``-d --deadline S``; for a positional argument only the metavar. Default: ``--`` and
+    the name.
     """
     doc: str = ""
-    """Help for types shared by several classes. Default: first sentence of the field's docstring."""
+    """Help text, for types that several classes use. Default: first sentence of the field's docstring."""
     alone: str = ""
-    """Fields with the same word exclude each other."""
+    """Fields with the same word here exclude each other."""
     needs: str = ""
     engines: bool = False
-    """Whether engine settings have this key."""
+    """True if engine settings have this key."""
     repeated: bool = False
-    """Whether each use of the option adds one value to a tuple."""
+    """True if each use of the option adds a value to a tuple."""
     parse: Callable[[str], Any] | None = None
-    """Parses the value, or raises `UsageError`. Default: the field's type."""
+    """Parses the value, or raises `UsageError`. Default: convert to the field's type."""
     written: bool = False
-    """Whether the command writes this file, which is checked at the start."""
+    """True if the command writes this file, which is then checked at the start."""
     choices: tuple[str, ...] = ()
-    """Allowed values without a `Literal`."""
+    """Allowed values, for types other than `Literal`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Begins a group of options in help: the default of a `ClassVar` before its fields."""
+    """Starts a group of options in help: the default of a `ClassVar` before its fields."""
 
     title: str
     text: str = ""
@@ -74,11 +75,11 @@ class OptionGroup:
     """Marks a field that is a dataclass of options, in an `Annotated` type."""
 
     title: str = ""
-    """Title of its help group. Default: the surrounding group."""
+    """Title of the group in help. Default: the surrounding group."""
     prefix: str = ""
-    """Prefix of its names, such as ``upstream-``."""
+    """Prefix of the names of its options, such as ``upstream-``."""
     only: tuple[str, ...] = ()
-    """Fields that are options here. Default: all."""
+    """Names of fields that are options here. Default: all."""
     defaults: tuple[tuple[str, Any], ...] = ()
 
 
@@ -88,21 +89,21 @@ class OptionField:
 
     name: str
     kind: Any
-    """Type of one value without None: float, int, str, bool, Path, or a dataclass for a `OptionGroup`."""
+    """Type of one value without None: float, int, str, bool, Path, or a dataclass for an `OptionGroup`."""
     count: int | None
-    """Values of a tuple, None for any; 1 for other types."""
+    """Number of values of a tuple, None for any number; 1 for other types."""
     choices: tuple[str, ...]
-    """Choices of a `Literal`; empty: any."""
+    """Choices of a `Literal`; empty: any value."""
     default: Any
-    """`dataclasses.MISSING` for required fields."""
+    """Default value; `dataclasses.MISSING` for required fields."""
     bounds: tuple[Bound, ...]
     shown: Shown | None
-    """None for fields outside the command line."""
+    """How the command line shows the field; None if it does not."""
     group: OptionGroup | None
     heading: Heading | None
 
     def check(self, value: Any) -> None:
-        """Raise an `OptionError` unless a value is within the bounds."""
+        """Raise an `OptionError` if a value is out of bounds."""
         if isinstance(value, tuple):
             for one in value:
                 self.check(one)
@@ -151,7 +152,7 @@ def _read_fields(kind: type) -> dict[str, OptionField]:
 
 
 def check_fields(options: Any) -> None:
-    """Raise `OptionError` unless all fields of a dataclass are within bounds; convert text to paths."""
+    """Raise `OptionError` if a field of a dataclass is out of bounds; convert text to paths."""
     for name, field in option_fields(type(options)).items():
         value = getattr(options, name)
         if field.kind is Path and isinstance(value, str):
@@ -190,7 +191,7 @@ def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None
 
 @functools.cache
 def docstrings(kind: type) -> dict[str, str]:
-    """Return a class's attribute docstrings by name, from its source."""
+    """Return the docstrings of a class's attributes by name, from its source."""
     found = {name: text for base in kind.__bases__ if base is not object for name, text in docstrings(base).items()}
     # `inspect.getsource` parses the whole file, which is slow at a command's start.
     lines = linecache.getlines(inspect.getfile(kind))

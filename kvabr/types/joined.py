@@ -1,15 +1,15 @@
-"""The catalog of a prompt joined from passages, playable like that of one asset.
+"""The catalog of a prompt joined from passages, which can be played like the catalog of one asset.
 
-Its groups, of unequal lengths, are those of the passages in prompt order, plus the texts between them, which only an
+Its groups, of unequal lengths, are those of the passages in prompt order, and the texts between passages, which only an
 engine can compute (`Catalog.computed`). A passage's group is published under the passage's name
-(`Catalog.namespace_of`, `Catalog.address`), encoded at `Unit.free` and placed at `Unit.first`. The tracks are those
-common to all passages. The catalog ends with the last passage.
+(`Catalog.namespace_of`, `Catalog.address`), encoded at position `Unit.free` and placed at `Unit.first`. The tracks are
+those that all passages have. The catalog ends with the last passage.
 
 The loss of a group includes its share of the fusion loss, so computing a group saves both losses. Codec losses were
-measured right after the passage without other context, so each passage contributes in proportion to its length and to
-the tokens not computed again. Fusion losses add up. (SmolLM2-135M, three prompts of four pieces of a text: predicted
-for FP16 0.018, 0.047 and 0.053 nats, measured 0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, measured 0.054 and 0.062.
-The plain sum of codec losses would be 0.31 and 0.41.)
+measured directly after the passage without other context, so a passage's codec loss counts in proportion to its length
+and to its tokens that are not recomputed. Fusion losses add up. (SmolLM2-135M, three prompts of four pieces of a text:
+predicted for FP16 0.018, 0.047 and 0.053 nats, measured 0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, measured 0.054 and
+0.062.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvabr.types.tails import losses_with_tail
 from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
-"""Size of a group without frames: sizes must be positive."""
+"""Size of a group without frames, bytes."""
 _NO_COMMON_TRACK = (
     "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
 )
@@ -39,7 +39,7 @@ _NOT_MEASURED = "what joining it costs was not measured; publish it anew with it
 
 
 class Joined(NamedTuple):
-    """A passage at its place in a prompt."""
+    """A passage and its place in a prompt."""
 
     first: int
     end: int
@@ -50,10 +50,10 @@ class Joined(NamedTuple):
 def joinable(
     found: Mapping[Passage, Catalog], max_loss: float, refused: Callable[[Passage, str], None] = lambda *_: None
 ) -> dict[Passage, Catalog]:
-    """Return the passages that may be joined; call ``refused`` with each other passage and the reason.
+    """Return the passages that may be joined; call ``refused`` with every other passage and the reason.
 
-    The fusion loss must be measured unless ``max_loss`` is infinite, and the passages must share a profile and a base
-    track (`_alike`).
+    The fusion loss must be measured unless ``max_loss`` is infinite, and the passages must have the same profile and a
+    common base track (`_alike`).
     """
     measured = {}
     for passage, catalog in found.items():
@@ -69,9 +69,9 @@ def joinable(
 
 
 def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) -> Catalog | None:
-    """Return the catalog of a prompt up to the end of its last passage in ``found``; None if there is none.
+    """Return the catalog of a prompt up to the end of its last passage in ``found``; None if it has no such passage.
 
-    A passage that begins the prompt is computed: it would lack an attention sink before it, and prefill is exact. Raise
+    A passage at the start of the prompt is computed: there is no attention sink before it, and prefill is exact. Raise
     `FormatError` if the passages have no track in common, or several codec profiles.
     """
     units: list[Unit] = []
@@ -109,7 +109,7 @@ def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) 
 
 
 def at_share(catalog: Catalog, share: float) -> Catalog:
-    """Return a joined catalog with its losses if this share of each passage's tokens is computed again."""
+    """Return a joined catalog with its losses if ``share`` of each passage's tokens is recomputed."""
     return replace(catalog, tracks=_common(catalog.units, catalog.sources, share))
 
 
@@ -122,8 +122,8 @@ def last_groups(catalog: Catalog) -> range:
 def joined_with_tail(catalog: Catalog, groups: int, tail: int) -> Catalog:
     """Return the catalog of a joined catalog's first groups, followed by ``tail`` computed tokens.
 
-    They end in the last passage (`last_groups`); only its losses change, since tails were measured per passage. See
-    `Catalog.with_tail`.
+    The groups must end in the last passage (`last_groups`). Only this passage's losses change, since tails were
+    measured per passage. See `Catalog.with_tail`.
     """
     made = catalog.prefix(groups)
     if not tail or not last_groups(catalog):
@@ -140,7 +140,7 @@ def joined_with_tail(catalog: Catalog, groups: int, tail: int) -> Catalog:
 
 
 def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
-    """Return the passages of a joined catalog in prompt order; empty for any other."""
+    """Return the passages of a joined catalog in prompt order; empty for other catalogs."""
     places: dict[int, list[int]] = {}
     for group, unit in enumerate(catalog.units if catalog.sources else ()):
         if unit.source != COMPUTED and unit.free is not None:
@@ -157,7 +157,7 @@ def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
 
 
 def is_joined(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> bool:
-    """Return True if a cache assembled in these steps contains a passage or KV computed after one.
+    """Return True if a cache assembled in these steps contains a passage, or KV computed after a passage.
 
     Steps are as in `PlayRecord.steps`. Computed groups are exact only if all groups before them are exact at that time.
     """
@@ -172,7 +172,7 @@ def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -
     """Return the fusion loss of a cache, nats per generated token; None if that of a passage was not measured.
 
     ``coverage`` has the track of each group, or `RECOMPUTED` for a group without fusion loss; ``share`` of each
-    passage's tokens was computed again. A partly played passage counts in proportion.
+    passage's tokens was recomputed. The loss of a partly played passage counts in proportion.
     """
     total = 0.0
     for passage in joined_passages(catalog):
@@ -238,6 +238,6 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
 
 
 def _name(spec: KVSpec, units: Sequence[Unit], chunks: Sequence[str]) -> str:
-    """Return a digest that distinguishes joined prompts in logs; never published."""
+    """Return a digest that distinguishes joined prompts in logs."""
     places = "".join(f"{chunk} {unit.first} {unit.tokens}\n" for unit, chunk in zip(units, chunks, strict=True))
     return hashlib.sha256(b"kvabr.joined/1\0" + spec.digest() + places.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The shape of a KV cache: its layer classes with their rotary embeddings, and its division into groups.
+"""The shape of a KV cache: its layer classes with their rotary embeddings, and how it is divided into groups.
 
 Layers with the same kind of cache form a *layer class*; its cache is one tensor ``[layer, K/V, head, token, dim]``.
 Index 0 of the second axis holds keys (with rotary embedding), index 1 values. If keys and values differ in size, or
@@ -36,35 +36,37 @@ ITEM_BYTES = dict(zip((*DTYPES, *QUANTISED), (2, 2, 4, 1, 1), strict=True))
 MAX_LAYERS, MAX_HEADS, MAX_DIM = 1024, 1024, 4096
 _ROLE = re.compile(r"[a-z]{0,16}")
 _MAX_FREQUENCY = 1024.0
-"""Maximum radians per token and factor of a rotation; the minimum is the inverse. Real models are near 1."""
+"""Maximum radians per token, and maximum factor, of a rotation; the minimum is the inverse."""
 _MAX_THETA = 1e30
 _MAX_SCALE = 2.0**32
-"""Maximum scale of quantised numbers; the minimum is the inverse. Real scales are near 1."""
+"""Maximum scale of quantised numbers; the minimum is the inverse."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """The rotary position embedding (RoPE) of the keys, which the AC codec undoes and reapplies.
 
-    Pair i of a head turns by ``theta ** (-2 i / rotary_dim)`` radians per token, or by ``frequencies[i]`` if given, as
-    for scaled embeddings (linear, Llama 3, YaRN). Embeddings that depend on the prompt length are not supported.
+    Pair i of a head rotates by ``theta ** (-2 i / rotary_dim)`` radians per token, or by ``frequencies[i]`` if given,
+    as for scaled embeddings (linear, Llama 3, YaRN). Embeddings that depend on the prompt length are not supported.
     """
 
     theta: float
     """Base of the frequencies, before scaling."""
     rotary_dim: int
-    """Consecutive rotating dimensions of a head (partial RoPE)."""
+    """Number of consecutive dimensions of a head that rotate (fewer than all for partial RoPE)."""
     layout: Literal["half", "interleaved"] = "half"
-    """Pairs: ``half`` is d with d + rotary_dim/2 (Llama), ``interleaved`` 2i with 2i+1, counted from `first`."""
+    """How dimensions are paired: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` 2i with 2i+1, both
+    counted from `first`.
+    """
     frequencies: tuple[float, ...] | None = None
     """Radians per token of the rotary_dim/2 pairs; None for powers of theta."""
     factor: float = 1.0
-    """Multiplier of cosines and sines (YaRN's attention factor)."""
+    """Factor for cosines and sines (YaRN's attention factor)."""
     first: int = 0
-    """First rotating dimension on the last axis: latent attention (MLA) rotates the last dimensions of a key."""
+    """First rotating dimension on the last axis. Latent attention (MLA) rotates the last dimensions of a key."""
 
     def check(self, head_dim: int) -> None:
-        """Raise `FormatError` unless the embedding is valid for heads of ``head_dim``."""
+        """Raise `FormatError` if the embedding is not valid for heads with ``head_dim`` dimensions."""
         rotary, frequencies = self.rotary_dim, self.frequencies
         if type(rotary) is not int or not 0 < rotary <= head_dim or rotary % 2:
             raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {head_dim}")
@@ -96,7 +98,7 @@ class RopeSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> RopeSpec:
-        """Parse `to_json`; `KVSpec` checks the values and handles errors."""
+        """Parse a result of `to_json`; `KVSpec` checks the values and handles errors."""
         fields = dict(value)
         if isinstance(fields.get("frequencies"), list):
             fields["frequencies"] = tuple(fields["frequencies"])
@@ -117,30 +119,32 @@ class LayerClass:
     kind: str
     """Contents of the cache.
 
-    ``full``: keys and values of every token. ``window``: of the last `window` tokens. ``chunked``: of the tokens in the
-    query's own chunk of `window` tokens. ``latent``: one vector per token that yields keys and values (MLA). ``state``:
-    one recurrent matrix per head, stored as snapshots.
+    ``full``: keys and values of every token. ``window``: keys and values of the last `window` tokens. ``chunked``: keys
+    and values of tokens in the same chunk of `window` tokens as the query. ``latent``: one vector per token that yields
+    keys and values (MLA). ``state``: one recurrent matrix per head, stored as snapshots.
     """
     layers: tuple[int, ...]
     heads: int
     k_dim: int
-    """Dims of a key or latent; rows of a state."""
+    """Dims of a key or latent. For a state, its rows."""
     v_dim: int
-    """Dims of a value, 0 with one vector per token (K = V, or a latent); columns of a state."""
+    """Dims of a value, 0 with one vector per token (K = V, or a latent). For a state, its columns."""
     dtype: str
-    """Element type, of `DTYPES` or `QUANTISED`."""
+    """Element type, one of `DTYPES` or `QUANTISED`."""
     rope: RopeSpec | None = None
-    """Rotation of the keys; None if there is none, or it differs between layers."""
+    """Rotation of the keys; None if there is none, or if it differs between layers."""
     window: int | None = None
-    """Tokens of a window, including the query's own, or of a chunk."""
+    """Number of tokens in a window, including the query's token, or in a chunk."""
     interval: int | None = None
-    """Tokens between snapshots of a state, a multiple of the group size; None: only one, at the end of the prompt."""
+    """Tokens between snapshots of a state, a multiple of the group size; None: only one snapshot, at the end of the
+    prompt.
+    """
     scales: tuple[float, ...] | None = None
-    """Multipliers of a quantised cache: one, or one per [layer, K/V], or one per [layer, K/V, head]; no K/V axis for
-    latents.
+    """Multipliers of a quantised cache: a single one, or one per [layer, K/V], or one per [layer, K/V, head]; latents
+    have no K/V axis.
     """
     role: str = ""
-    """Purpose of a secondary cache of the layers, such as ``indexer``: lowercase letters. A layer may be in several
+    """Purpose of a secondary cache of the layers, such as ``indexer``, in lowercase letters. A layer may be in several
     classes with different roles.
     """
 
@@ -195,7 +199,7 @@ class LayerClass:
 
     @property
     def title(self) -> str:
-        """Kind, window and role: the name of the class unless several classes share it."""
+        """Kind, window and role. This is the class's name, unless several classes have the same title."""
         return f"{self.kind}{self.window or ''}" + (f"-{self.role}" if self.role else "")
 
     @property
@@ -212,10 +216,10 @@ class LayerClass:
 
     @property
     def split(self) -> tuple[int, int]:
-        """Number of a head's channels that are scaled like keys, then of those scaled like values.
+        """Number of a head's channels that are scaled like keys, and number of those scaled like values.
 
-        They are concatenated on the last axis, or stacked on the second if equal in number. All channels of a state
-        count as values: its rows, on the token axis, differ more than its columns.
+        The channels are concatenated on the last axis, or stacked on the second axis if the numbers are equal. All
+        channels of a state count as values.
         """
         return (0, self.v_dim) if self.kind == "state" else (self.k_dim, self.v_dim)
 
@@ -227,11 +231,11 @@ class LayerClass:
 
     @property
     def vectors(self) -> int:
-        """Vectors per token and head: a key and a value, or only one."""
+        """Number of vectors per token and head: 2 for a key and a value, or 1."""
         return 2 if all(self.split) else 1
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Return the tensor shape for ``tokens`` tokens, or rows of a state."""
+        """Return the tensor shape for ``tokens`` tokens (for a state: rows)."""
         return (len(self.layers), self.halves, self.heads, tokens, sum(self.split) // self.halves)
 
     def of_heads(self, heads: range) -> LayerClass:
@@ -244,7 +248,7 @@ class LayerClass:
         return replace(self, heads=len(heads), scales=scales)
 
     def of_layers(self, layers: range) -> LayerClass | None:
-        """Return the class restricted to consecutive model layers, renumbered from 0; None if it has none."""
+        """Return the class for consecutive model layers, renumbered from 0; None if it has none of these layers."""
         own = [place for place, layer in enumerate(self.layers) if layer in layers]
         if not own:
             return None
@@ -255,9 +259,9 @@ class LayerClass:
         return replace(self, layers=tuple(self.layers[place] - layers.start for place in own), scales=scales)
 
     def first_needed(self, tokens: int) -> int:
-        """Return the first token needed by a prompt that continues after ``tokens`` tokens.
+        """Return the first token that a prompt needs if it continues after ``tokens`` tokens.
 
-        Keeps one token more than a query sees, since engines start by computing one token again.
+        This is one token more than a query sees, since engines start by recomputing one token.
         """
         if self.kind == "window":
             return max(0, tokens - (self.window or 0))
@@ -276,7 +280,7 @@ class LayerClass:
 
     @classmethod
     def from_json(cls, value: Any) -> LayerClass:
-        """Parse `to_json`; `KVSpec` handles errors."""
+        """Parse a result of `to_json`; `KVSpec` handles errors."""
         fields = dict(value)
         if fields.get("kind") not in KINDS:
             cls(str(fields.get("kind"))[:80], (), 0, 0, 0, "")
@@ -294,7 +298,7 @@ def _counted(count: int, word: str) -> str:
 
 
 def check_whole(name: str, value: object, least: int, limit: int) -> None:
-    """Raise `FormatError` unless a field is a whole number within bounds."""
+    """Raise `FormatError` if a field is not a whole number within bounds."""
     if type(value) is not int or not least <= value <= limit:
         raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {limit}")
 
@@ -305,12 +309,12 @@ class KVSpec:
 
     model: str
     tokenizer: str
-    """Digest or name: equal token ids must mean equal text."""
+    """Digest or name of the tokenizer: equal token ids must mean equal text."""
     classes: tuple[LayerClass, ...]
-    """Each layer is in one, or in several with different roles."""
+    """Layer classes. Each layer is in one class, or in several with different roles."""
     group_tokens: int = GROUP_TOKENS
     part_of: tuple[str, str] | None = None
-    """For one class of several (`parts`): digest of the whole spec in hex, and name of the class."""
+    """For a spec that is one class of several (`parts`): digest of the whole spec in hex, and name of the class."""
 
     def __post_init__(self) -> None:
         check_whole("group_tokens", self.group_tokens, 1, MAX_GROUP_TOKENS)
@@ -362,7 +366,7 @@ class KVSpec:
 
     @property
     def only(self) -> LayerClass:
-        """The only layer class; raises `FormatError` if there are several."""
+        """The only layer class; raise `FormatError` if there are several."""
         if len(self.classes) > 1:
             raise FormatError(f"{self.model} has several layer classes ({', '.join(self.names)}), which differ in this")
         return self.classes[0]
@@ -379,7 +383,7 @@ class KVSpec:
 
     @property
     def head_dim(self) -> int:
-        """Dimensions of keys and values; raises `FormatError` if their shapes differ."""
+        """Dimensions of keys and values; raise `FormatError` if their shapes differ."""
         if self.only.halves != 2:
             raise FormatError(f"{self.model}: keys and values of the class {self.only.title} differ in shape")
         return self.only.k_dim
@@ -426,7 +430,7 @@ class KVSpec:
 
     @property
     def title(self) -> str:
-        """Model, summary and, for one class, the rotary embedding, as text."""
+        """Model and summary as text, and for a single class the rotary embedding."""
         if len(self.classes) > 1:
             return f"{self.model} ({self.summary})"
         of = "" if self.part_of is None else f"the class {self.part_of[1]} of "
@@ -437,7 +441,7 @@ class KVSpec:
         return f"{of}{self.model} ({self.summary}, {turned})"
 
     def changed(self, **fields: Any) -> KVSpec:
-        """Return this spec with changed fields of its only class."""
+        """Return this spec with some fields of its only class changed."""
         return replace(self, classes=(replace(self.only, **fields),))
 
     # ------------------------------------------------------------ any spec
@@ -454,7 +458,7 @@ class KVSpec:
 
     @cached_property
     def parts(self) -> tuple[KVSpec, ...]:
-        """One spec per class, with a digest that identifies spec and class; only this spec if it has one class."""
+        """One spec per class, with a digest that identifies both spec and class; this spec if it has only one class."""
         if len(self.classes) == 1:
             return (self,)
         whole = self.digest().hex()
@@ -468,16 +472,16 @@ class KVSpec:
 
     @property
     def rows(self) -> int:
-        """Tokens of a full group of the only class, or rows of a state."""
+        """Tokens in a full group of the only class; for a state, its rows."""
         return self.only.k_dim if self.only.kind == "state" else self.group_tokens
 
     @property
     def largest(self) -> KVSpec:
-        """The part with the most elements in a full group, to which decode times apply."""
+        """The part with the most elements in a full group. Decode times refer to it."""
         return max(self.parts, key=lambda part: part.rows * part.elements_per_token)
 
     def track_name(self, level: str) -> str:
-        """Return a level's track name for this part: the level, then the class if there are several."""
+        """Return a level's track name for this part: the level, and the class if there are several classes."""
         return level if self.part_of is None else f"{level}.{self.part_of[1]}"
 
     def level_of(self, track: str) -> tuple[str, int]:
@@ -495,7 +499,7 @@ class KVSpec:
         return sum(2 * count * each.elements_per_token for count, each in zip(rows, self.parts, strict=True))
 
     def groups(self, tokens: int) -> int:
-        """Return the groups in ``tokens`` tokens; the last may be short."""
+        """Return the number of groups in ``tokens`` tokens; the last group may be short."""
         return -(-tokens // self.group_tokens)
 
     def group_range(self, group: int, tokens: int) -> tuple[int, int]:
@@ -520,7 +524,7 @@ class KVSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> KVSpec:
-        """Parse untrusted `to_json`; raise `FormatError` if a field is wrong."""
+        """Parse an untrusted result of `to_json`; raise `FormatError` if a field is invalid."""
         try:
             fields = dict(value)
             if "classes" not in fields:
@@ -538,8 +542,8 @@ class KVSpec:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def same_cache(self, other: KVSpec) -> bool:
-        """Return True if both describe the same cache, ignoring group size and snapshot interval."""
-        # The digest in part_of covers the group size, so compare only the class name.
+        """Return True if both specs describe the same cache, ignoring group size and snapshot interval."""
+        # The digest in part_of depends on the group size, so compare only the class name.
         mine, theirs = (
             (one.model, one.tokenizer, len(one.classes), one.part_of and one.part_of[1]) for one in (self, other)
         )
@@ -549,9 +553,9 @@ class KVSpec:
         )
 
     def with_dtypes(self, other: KVSpec) -> KVSpec:
-        """Return this spec with another's element types, or itself if their numbers of classes differ.
+        """Return this spec with the element types of another; this spec itself if their numbers of classes differ.
 
-        Quantised classes keep theirs, the only type that their engine accepts.
+        Quantised classes keep their types, as engines accept no others.
         """
         if len(other.classes) != len(self.classes):
             return self
@@ -565,7 +569,7 @@ class KVSpec:
         )
 
     def digest(self) -> bytes:
-        """Return the 16 bytes in every frame that identify this spec."""
+        """Return the digest that identifies this spec in every frame, 16 bytes."""
         return self._digest
 
     @cached_property
@@ -579,6 +583,6 @@ class _Models(Struct):
 
 
 def specs_from_json(data: bytes) -> list[KVSpec]:
-    """Parse untrusted ``{"models": [...]}``; raise `FormatError`. Other threads can run meanwhile."""
+    """Parse untrusted ``{"models": [...]}``; raise `FormatError`. Does not block other threads."""
     found = decode(data, _Models, "list of models").models
     return [KVSpec.from_json(decode(each, dict[str, Any], "list of models")) for each in found]

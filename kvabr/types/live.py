@@ -1,9 +1,9 @@
 """Caches published during their prefill: the live catalog and the news of each group.
 
-A *live catalog* has expected sizes, losses and publication times, and unknown digests. *Edge messages* follow: the
-first news of each group of tokens, in order, gives sizes and digests of the frames that ended with it. If only the base
-is encoded, the message says so, and later news adds the other tracks. The last message reports completion or the reason
-for stopping. Every message carries the live catalog's key, so productions never mix.
+A *live catalog* has expected sizes, losses and publication times, but unknown digests. *Edge messages* follow. The
+first news of each group of tokens, in order, gives sizes and digests of the frames that end with this group. If only
+the base is encoded, the message says so, and later news adds the other tracks. The last message reports completion, or
+why production stopped. Every message has the live catalog's key, so messages of different productions are never mixed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
 LIVE_SCHEMA = "kvabr.live/1"
 MAX_EDGE_BYTES = 256 << 10
-"""Size of an edge message, which lists at most a thousand tracks."""
+"""Maximum size of an edge message in bytes; a message lists at most a thousand tracks."""
 MAX_LIVE_BYTES = MAX_CATALOG_BYTES
 UNKNOWN = unknown()
 _BASE_VALUES = 64
-"""Values in a live catalog's first line other than times."""
+"""Number of values in a live catalog's first line other than times."""
 _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
-"""Maximum size of news without frames, and per frame."""
+"""Maximum bytes of news without frames, and additional bytes per frame."""
 _MAX_FRAME = 1 << 40
 _MAX_BEGUN_SHARE = 0.25
-"""Share of published groups that a shorter asset may omit because only their base was encoded."""
+"""Maximum fraction of the published groups that a shorter asset may omit because only their base was encoded."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Frame = tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
 _DECODER = json.JSONDecoder()
@@ -51,9 +51,9 @@ class LiveCatalog:
     """A cache at the start of its prefill."""
 
     catalog: Catalog
-    """Expected sizes and losses; digests are unknown but of the right kind."""
+    """Catalog with expected sizes and losses; digests are unknown, but of the right kind."""
     seconds: tuple[Positive, ...]
-    """Expected publication time of each group of tokens, ascending seconds after the producer began."""
+    """Expected publication time of each group of tokens, in seconds after the producer began, ascending."""
     key: Key
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class LiveCatalog:
 
     @classmethod
     def loads(cls, text: bytes) -> LiveCatalog:
-        """Parse untrusted `dumps`; raise `FormatError` if anything is wrong."""
+        """Parse an untrusted result of `dumps`; raise `FormatError` if it is invalid."""
         if len(text) > MAX_LIVE_BYTES:
             raise FormatError(f"live catalog: {len(text)} bytes, more than the {MAX_LIVE_BYTES} allowed")
         head, newline, rest = text.partition(b"\n")
@@ -91,15 +91,15 @@ class LiveCatalog:
 
 @dataclass(frozen=True, slots=True)
 class PublishedFrames:
-    """News of a published group of tokens, or of further frames of an earlier group."""
+    """News of a published group of tokens, or of further frames of a group published before."""
 
     key: Key
     group: Annotated[int, Meta(ge=0)]
     ready_s: Positive
     frames: Mapping[str, _Frame]
-    """Size and digest by published track name; some tracks may be missing."""
+    """Size and digest by published track name; tracks may be missing."""
     rest_s: Positive | None = None
-    """Seconds until the group's remaining tracks should follow; None if they will not."""
+    """Expected seconds until the group's remaining tracks follow; None if they will not follow."""
 
     def dumps(self) -> bytes:
         """Return one line of JSON."""
@@ -112,7 +112,7 @@ class PublishedFrames:
 
 @dataclass(frozen=True, slots=True)
 class LiveEnd:
-    """News of the production's end."""
+    """News that the production has ended."""
 
     key: Key
     reason: str = ""
@@ -126,12 +126,12 @@ EdgeMessage = PublishedFrames | LiveEnd
 
 
 def news_bytes(tracks: int) -> int:
-    """Return the maximum size of news for a group with ``tracks`` published tracks."""
+    """Return the maximum size in bytes of news about a group with ``tracks`` published tracks."""
     return min(MAX_EDGE_BYTES, _NEWS_BYTES + _FRAME_NEWS_BYTES * tracks)
 
 
 def parse_edge(data: bytes) -> EdgeMessage:
-    """Parse an untrusted edge message; raise `FormatError` if anything is wrong."""
+    """Parse an untrusted edge message; raise `FormatError` if it is invalid."""
     messages = parse_edges(data)
     if len(messages) != 1:
         raise FormatError(f"edge message: {len(messages)} messages, must be 1")
@@ -139,7 +139,7 @@ def parse_edge(data: bytes) -> EdgeMessage:
 
 
 def parse_edges(data: bytes) -> list[EdgeMessage]:
-    """Parse concatenated edge messages of at most `MAX_EDGE_BYTES`; raises as `parse_edge`."""
+    """Parse concatenated edge messages of at most `MAX_EDGE_BYTES` each; errors as for `parse_edge`."""
     if len(data) > MAX_EDGE_BYTES:
         raise FormatError(f"edge message: {len(data)} bytes, more than the {MAX_EDGE_BYTES} allowed")
     found: list[EdgeMessage] = []
@@ -161,7 +161,7 @@ def _message(value: Any) -> EdgeMessage:
 
 
 def check_kind(news: PublishedFrames, kind: str) -> None:
-    """Raise `FormatError` if a digest differs in kind from the live catalog's."""
+    """Raise `FormatError` if a digest is of another kind than those of the live catalog."""
     if any(kind_of(digest) != kind for _, digest in news.frames.values()):
         raise FormatError(f"edge message: group {news.group} has digests of another kind than {kind}")
 
@@ -169,8 +169,8 @@ def check_kind(news: PublishedFrames, kind: str) -> None:
 def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
     """Return the ordinary catalog of the published frames; None if it cannot be played.
 
-    It covers the whole prompt or a prefix, keeps the expected losses, and has the tracks that no group lacks; a few
-    last groups are dropped in favour of tracks that they lack. ``news`` has one message per group, from the first on.
+    It is for the whole prompt or a prefix, has the expected losses, and only the tracks that all groups have. A few
+    last groups are dropped if this keeps further tracks. ``news`` has one message per group, from the first group on.
     """
     catalog = live.catalog
     many = min(len(news), len(catalog.chunks))
@@ -212,7 +212,7 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
 
 
 class NewsOrder:
-    """Checks that news match each other and their live catalog."""
+    """Checks that news matches earlier news and the live catalog."""
 
     def __init__(self, live: LiveCatalog) -> None:
         self._key, self._catalog = live.key, live.catalog
@@ -220,28 +220,28 @@ class NewsOrder:
         self.groups = 0
         self.messages = 0
         self.coming: dict[int, set[str]] = {}
-        """Published tracks still to follow, by group of tokens."""
+        """Published tracks that will still follow, by group of tokens."""
 
     def units(self, group: int) -> Sequence[Unit]:
         """Return the units that end with a group of tokens."""
         return (self._catalog.unit(group),) if self._units is None else self._units[group]
 
     def tracks(self, group: int) -> set[str]:
-        """Return the published tracks with a frame for a group of tokens."""
+        """Return the published tracks that have a frame for a group of tokens."""
         parts = self._catalog.spec.parts
         return {parts[unit.part].track_name(track) for unit in self.units(group) for track in self._catalog.by_name}
 
     def check_key(self, message: EdgeMessage) -> None:
-        """Raise `FormatError` for another production's message."""
+        """Raise `FormatError` if a message is from another production."""
         if message.key != self._key:
             raise FormatError("a message of another production")
 
     def take(self, news: PublishedFrames) -> set[str]:
-        """Process the next message; return the tracks that have a frame of its group now, or never will.
+        """Process the next message; return the tracks that now have a frame of its group, or never will.
 
         Raises:
             FormatError: the message is from another production; its group is out of range, out of order or complete; a
-                track does not exist or was already named; no track of a new group stands alone; or a digest is of
+                track does not exist or was already named; a new group has no self-contained track; or a digest is of
                 another kind.
         """
         self.check_key(news)
@@ -281,33 +281,35 @@ class GrowingCatalog:
     """The catalog of one play of a live asset, updated group by group."""
 
     def __init__(self, live: LiveCatalog, wanted: Catalog, max_bytes: int = _MAX_FRAME) -> None:
-        """Begin with no group published.
+        """Create a catalog in which no group is published.
 
-        ``wanted`` is the played part of the catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`); larger
-        frames than ``max_bytes`` are refused.
+        ``wanted`` is the played part of the catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`); frames
+        larger than ``max_bytes`` are refused.
         """
         self.key, self._max_bytes = live.key, max_bytes
         self.order = NewsOrder(live)
         self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
-        """Expected publication time of each played group of tokens, seconds after the producer began."""
+        """Expected publication time of each played group of tokens, in seconds after the producer began."""
         self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
         self._digests = {track.name: [unknown(wanted.digest_kind)] * len(track.digests) for track in wanted.tracks}
-        # Only this class modifies these lists, for groups that cannot be requested yet.
+        # Only this class modifies these lists, and only for groups that cannot be requested yet.
         tracks = tuple(self._growing(track) for track in wanted.tracks)
         self.catalog = replace(wanted, tracks=tracks)
-        """Sizes are expected and digests unknown for groups from `edge` on and those in `left_out`."""
+        """The current catalog. For groups from `edge` on and those in `left_out`, sizes are expected and digests
+        unknown.
+        """
         self.edge = 0
-        """Published groups (units)."""
+        """Number of published groups (units)."""
         self.chunks = 0
-        """Published groups of tokens in the play."""
+        """Number of published groups of tokens in the play."""
         self.left_out: set[tuple[int, str]] = set()
-        """Published groups (units) that lack a track, perhaps only for now."""
+        """Published groups (units) that do not have a track, perhaps only for now."""
         self.coming: dict[int, float] = {}
-        """Seconds until further tracks of a group (unit) should follow."""
+        """Expected seconds until further tracks of a group (unit) follow."""
         self._changed: set[int] = set()
         self._begun: dict[int, range] = {}
         self.known: dict[str, list[str]] = {}
-        """Group digests by published track name; "" if unknown."""
+        """Digests of groups by published track name; "" if unknown."""
         for group in range(self.catalog.groups):
             for track in tracks:
                 name, number = self.catalog.address(group, track.name)
@@ -325,19 +327,19 @@ class GrowingCatalog:
 
     @property
     def settled(self) -> bool:
-        """True if no further news affect this play."""
+        """True if no further news can affect this play."""
         return self.complete and not self.coming
 
     @property
     def expected_s(self) -> list[float]:
-        """Expected publication time of each group (unit), seconds after the producer began."""
+        """Expected publication time of each group (unit), in seconds after the producer began."""
         return [self.seconds[self.catalog.unit(group).chunk] for group in range(self.catalog.groups)]
 
     def publish(self, news: PublishedFrames) -> list[tuple[int, str]]:
         """Process news; return the (group, track) pairs added to groups (units) that were already published.
 
         Raises:
-            FormatError: as `NewsOrder.take`; or a frame is too large, or no played track stands alone.
+            FormatError: as for `NewsOrder.take`; or a frame is too large, or no played track is self-contained.
         """
         order, catalog = self.order, self.catalog
         new, units = news.group == order.groups, self._begun.get(news.group, range(0))
@@ -366,7 +368,7 @@ class GrowingCatalog:
         return [] if new else taken
 
     def coming_changed(self) -> dict[int, float | None]:
-        """Return the changes of `coming` since the last call; None: no further tracks will follow."""
+        """Return the changes of `coming` since the last call; None means that no further tracks will follow."""
         changed, self._changed = self._changed, set()
         return {group: self.coming.get(group) for group in changed}
 

@@ -1,16 +1,16 @@
-"""The expected loss of a played cache: of its groups on their tracks, and inherited by recomputed groups.
+"""The expected loss of a played cache: losses of groups on their tracks, and losses that recomputed groups inherit.
 
-A recomputed group is exact if all earlier groups are. After lossy groups it inherits 5 % to 30 % of its loss on their
-tracks (SmolLM2-135M, 8 groups of three texts; 4, 3 and 2 bits, and the draft's seven levels). The model is `INHERITED`
-times the weighted mean of that loss; near groups weigh more, by the shape of the track's own losses. (21 recomputed
-groups after 42 lossy ones, 8,064 tokens: measured 0.00042; a plain mean predicts 0.0031, this model without tails
+A recomputed group is exact if all earlier groups are exact. After lossy groups it inherits 5 % to 30 % of the loss that
+it would have on their tracks (SmolLM2-135M, 8 groups of three texts; 4, 3 and 2 bits, and the draft's seven levels).
+The model is `INHERITED` times the weighted mean of that loss; near groups have more weight, as in the distribution of
+the track's losses. (21 recomputed groups after 42 lossy ones, 8,064 tokens: measured 0.00042, predicted without tails
 0.0005.)
 
-Groups recomputed at the end are a tail. If the catalog has the losses left after tails (`kvabr.types.tails`), the
-groups before the tail lose that amount, including the loss inherited by the tail.
+Groups recomputed at the end are a tail. If the catalog has the losses that remain after tails (`kvabr.types.tails`),
+these are used for the groups before the tail; they include the loss that the tail inherits.
 
-Decisions add up losses group by group. A cache of mixed tracks promises less (`promised_loss`), since a few groups on a
-coarse track lose less than their share of the loss on all groups.
+Decisions use the sum of the groups' losses. For a cache of mixed tracks, the promised loss is lower (`promised_loss`),
+since a few groups on a coarse track lose less than their share of the loss with all groups on that track.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 INHERITED = 0.2
-"""Share of its loss on earlier tracks that a recomputed group inherits."""
+"""Fraction of its loss on the tracks of earlier groups that a recomputed group inherits."""
 ALONE = 0.3
-"""Share of a group's loss that is independent of others; the rest depends on groups that are as coarse (SmolLM2-135M,
-mixed caches of three texts; see `promised_loss`).
+"""Fraction of a group's loss that is independent of other groups; the rest depends on groups that are as coarse
+(SmolLM2-135M; see `promised_loss`).
 """
 
 
@@ -53,15 +53,16 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
 def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> float:
     """Return the expected loss of a cache assembled in these steps, in nats per generated token.
 
-    A recomputed group inherits the errors of earlier groups at that time. Steps are as in `PlayRecord.steps`: ("fetch",
-    group, track) and ("compute", first, last). Raises `FormatError` for an invalid step or a group without any.
+    A recomputed group inherits the errors that earlier groups have at that time. Steps are as in `PlayRecord.steps`:
+    ("fetch", group, track) and ("compute", first, last). Raise `FormatError` for an invalid step, or a group without
+    steps.
     """
     tracks = [""] * catalog.groups
     inherited: dict[int, float] = {}
     fresh: list[int] = []
-    """Computed groups with no fetch since."""
+    """Computed groups after which no group was fetched."""
     outdated: set[int] = set()
-    """Other computed groups; groups before them may have improved since."""
+    """Other computed groups; earlier groups may have improved since they were computed."""
     lossy = _LossyGroups(catalog)
     for kind, where, what in steps:
         last = what if isinstance(what, int) else where + 1
@@ -79,7 +80,7 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
     if "" in tracks:
         raise FormatError(f"group {tracks.index('')} is neither fetched nor computed")
     total, tail = _total(catalog, tracks, inherited), _tail(catalog, tracks)
-    # The measured loss after a tail assumes that it was computed on the present groups.
+    # The measured loss after a tail assumes that the tail was computed on the current groups.
     late = sorted(group for group in outdated if group >= tail and tracks[group] == RECOMPUTED)
     return total + sum(max(0.0, inherited[group] - lossy.inherited(group)) for group in late)
 
@@ -109,16 +110,16 @@ def _losses(catalog: Catalog, names: Iterable[str], tail: int, groups: int) -> d
 
 
 def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> float:
-    """Return the loss to promise for a cache, or for its first groups, if their losses add up to ``added``.
+    """Return the loss to promise for a cache, or for its first groups, if the groups' losses add up to ``added``.
 
-    A group loses more next to others that are as coarse. Let W be the total loss of a track beyond the next finer one,
-    and s the share of W in groups on this track or a coarser one. They lose W (`ALONE` s + (1 - `ALONE`) s^2) instead
-    of W s. So a cache on one track loses the sum, an exact one 0, and a lower loss in a group never raises the promise.
-    The loss inherited by computed groups is in ``added`` and stays. The sum is returned unless the units are all groups
-    of one prompt, as this is unmeasured.
+    A group loses more if other groups are as coarse. Let W be the total loss of a track beyond that of the next finer
+    track, and s the share of W in groups on this track or a coarser one. These groups lose W (`ALONE` s + (1 - `ALONE`)
+    s^2) instead of W s. So a cache on one track loses the sum, an exact cache 0, and a lower loss in a group never
+    increases the promise. If the units are not all groups of one prompt, the sum is returned, as this case is not
+    measured.
 
-    ``catalog`` has the losses left after any tail; ``tracks`` is as for `predicted_loss`; ``added`` is that, or
-    `played_loss`.
+    ``catalog`` has the losses that remain after any tail; for ``tracks`` see `predicted_loss`; ``added`` is a result of
+    `predicted_loss` or `played_loss`.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -130,7 +131,8 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
     place = {name: number for number, name in enumerate(levels)}
     on = np.array([place.get(name, len(levels)) for name in tracks[:tail]])
     lost = np.array([losses[name][:tail] for name in levels])
-    # A finer track may lose more in single groups, so a step is at most any coarser track's excess over any finer one.
+    # A finer track may lose more in single groups. So limit a step to the excess of any coarser track over any finer
+    # track.
     most = np.append(np.maximum.accumulate(lost[::-1])[::-1][1:], np.zeros((1, tail)), axis=0)
     more = np.maximum(0.0, np.minimum.accumulate(lost) - most)
     own, whole = np.where(on <= np.arange(len(levels))[:, None], more, 0.0).sum(axis=1), more.sum(axis=1)
@@ -139,10 +141,10 @@ def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> floa
 
 
 def factors_if_rest_computed(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return factors on, and addends to, the loss of each group if the engine computes all after the first n.
+    """Return factors and addends for groups' losses if the engine computes all groups after the first n.
 
-    Both arrays are by n, from 0 to all groups; the groups are on one track. For catalogs with tails see
-    `losses_with_tail`; without them, the addends are the loss inherited by computed groups.
+    Index n of both arrays is from 0 to all groups; the first n groups are on one track. For catalogs with tails see
+    `losses_with_tail`; without tails, the addends are the loss that computed groups inherit.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -166,9 +168,9 @@ def factors_if_rest_computed(catalog: Catalog, name: str) -> tuple[npt.NDArray[n
 
 
 def inherited_if_rest_computed(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
-    """Return the loss inherited by all groups after the first n, if those are on one track, for n from 0 to all.
+    """Return the loss that all groups after the first n inherit if those n are on one track, for n from 0 to all.
 
-    0.0 if groups do not attend to all earlier ones, as the loss is then unknown.
+    It is 0.0 if groups do not attend to all earlier groups, as the loss is then unknown.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -177,7 +179,7 @@ def inherited_if_rest_computed(catalog: Catalog, name: str) -> npt.NDArray[np.fl
         return np.zeros(len(losses) + 1)
     near, size = np.append(0.0, np.cumsum(losses[::-1])), 2 * len(losses) + 2
     each = np.divide(losses, near[:-1], out=np.zeros(len(losses)), where=near[:-1] > 0)
-    # Subtract the part inherited from groups after the first n, in one correlation.
+    # In one correlation, subtract the part that is inherited from groups after the first n.
     kept = np.fft.irfft(np.fft.rfft(each, size) * np.fft.rfft(near, size).conj(), size)[: len(near)]
     every = np.append(np.cumsum((each * near[:-1])[::-1])[::-1], 0.0)
     found: npt.NDArray[np.float64] = INHERITED * np.maximum(0.0, every - kept)
@@ -204,7 +206,7 @@ class _LossyGroups:
             self._on[name][group] = 1.0
 
     def inherited(self, group: int) -> float:
-        """Return a recomputed group's inherited loss from the present earlier groups."""
+        """Return the loss that a recomputed group inherits from the current earlier groups."""
         total = 0.0
         for name in sorted(self._on):
             total += self._handed_on(name, group)
@@ -214,7 +216,8 @@ class _LossyGroups:
         losses, on = self._losses[name], self._on[name][:group]
         if not on.any():
             return 0.0
-        # Weights: losses of the last groups, as far from the end of the prompt as earlier groups are from this one.
+        # Weights are the losses of the last groups, which are as far from the end of the prompt as earlier groups are
+        # from this one.
         catalog = self._catalog
         nearness = losses[-1 - group : -1] if catalog.every_token else losses[_as_far(catalog, group)]
         everything = float(nearness.sum())
@@ -222,9 +225,9 @@ class _LossyGroups:
 
 
 def _as_far(catalog: Catalog, group: int) -> list[int]:
-    """Map each earlier group to the group as far from the end of the prompt as it is from ``group``.
+    """Map each group at a distance d before ``group`` to the group at distance d before the prompt's end.
 
-    If there is none, -1 (the last position, with loss 0.0): the group is outside the attention window.
+    A group outside the attention window is mapped to -1 (the last position, with loss 0.0).
     """
     units = catalog.units
     places = {(unit.part, unit.chunk): index for index, unit in enumerate(units)}

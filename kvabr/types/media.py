@@ -1,7 +1,7 @@
-"""Prompts with pictures, sound or films.
+"""Prompts with pictures, sound or videos.
 
-In token ids, every picture is the same few placeholder tokens. `MediaTokens` adds a digest of each medium and can
-replace the ids wherever a prompt is named (`kvabr.types.naming.chain`), so that media change the names of groups.
+Among token ids, all pictures are the same few placeholder tokens. `MediaTokens` adds a digest of each medium. Use it in
+place of plain ids for naming a prompt (`kvabr.types.naming.chain`), so that media change the names of groups.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _MAX_TOKENS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A picture, sound or film in a prompt."""
+    """A picture, sound or video in a prompt."""
 
     first: int
-    """Position of its first placeholder token; negative in a piece of a prompt that begins inside it."""
+    """Position of its first placeholder token; negative in a piece of a prompt that starts inside the medium."""
     tokens: int
     digest: str
-    """Digest of the model's input after cropping and scaling, 64 hex digits."""
+    """Digest of the model's input (after cropping and scaling), 64 hex digits."""
 
 
 class MediaTokens(Sequence[int]):
     """Token ids of a prompt, with the media of the placeholder tokens.
 
-    A slice has the media it overlaps; without any it is a plain tuple.
+    A slice has the media that it overlaps; without media it is a plain tuple.
     """
 
     __slots__ = ("ids", "media")

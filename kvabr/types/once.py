@@ -1,4 +1,4 @@
-"""Build process-wide objects and types once, under one lock.
+"""Builds process-wide objects and types once, under a single lock.
 
 `functools.cache` can run its function in several threads at once and return different results.
 """
@@ -14,15 +14,15 @@ from typing import TypeVar, cast
 F = TypeVar("F", bound=Callable[..., object])
 
 _BUILDING = threading.RLock()
-"""Also held while the process forks, so that a child never inherits half-built objects."""
+"""Also held during a fork, so that a child never inherits half-built objects."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_BUILDING.acquire, after_in_parent=_BUILDING.release, after_in_child=_BUILDING.release)
 
 
 def once(work: F) -> F:
-    """Return ``work`` cached by positional arguments, running in one thread at a time.
+    """Return ``work`` with a cache by positional arguments; it runs in one thread at a time.
 
-    It must not wait for another thread. Errors are not cached.
+    ``work`` must not wait for another thread. Errors are not cached.
     """
     first = cache(work)
 

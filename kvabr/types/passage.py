@@ -1,10 +1,10 @@
-"""Passages: texts with a cache that can be used anywhere in a prompt, and prompts made of them.
+"""Passages: texts with a cache that can be used anywhere in a prompt, and prompts that consist of passages.
 
-A prompt of a retrieval assistant has exact text (`Exact`) and passages (`Passage`), each an asset. A passage's cache
-was computed without the rest of the prompt, so a joined cache is an approximation. Its *fusion loss* is the KL
-divergence against a full prefill, in nats per generated token, without codec losses. Recomputing a *share* of the
-passages' tokens lowers it. Passages are named by a digest chain in a separate domain (`passage_chain`), and their
-groups hold keys before rotation (`kvabr.codec.base.GroupContext.free`).
+A prompt of a retrieval assistant has exact text (`Exact`) and passages (`Passage`); each passage is an asset. A
+passage's cache was computed without the rest of the prompt, so a joined cache is an approximation. Its *fusion loss* is
+the KL divergence from a full prefill, in nats per generated token, without codec losses. Recomputing a *share* of the
+passages' tokens reduces this loss. Names of passages are digest chains in a separate domain (`passage_chain`), and
+their groups have keys before rotation (`kvabr.codec.base.GroupContext.free`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvabr.types.naming import TrackNamespace, chained
 from kvabr.types.records import check, convert
 
 MAX_PASSAGE_TOKENS = 1 << 17
-"""Longer texts must be split."""
+"""Maximum length of a passage in tokens; longer texts must be split."""
 MAX_PARTS = 4096
 MAX_CONTEXTS = 1 << 16
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -35,7 +35,7 @@ _ORDER_BYTES = 1536
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Text of a prompt outside passages, computed or played as a prefix."""
+    """Text of a prompt outside of passages, computed or played as a prefix."""
 
     ids: tuple[int, ...]
 
@@ -45,7 +45,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A part of a prompt that may be played as its own asset."""
+    """A part of a prompt that may be played as a separate asset."""
 
     ids: tuple[int, ...]
 
@@ -65,7 +65,7 @@ Part = Exact | Passage
 
 
 def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Return the parts of a prompt; raise `UsageError` unless there are 1 to 4,096."""
+    """Return the parts of a prompt; raise `UsageError` if there are not 1 to 4,096."""
     found = tuple(parts)
     if not 0 < len(found) <= MAX_PARTS or not all(isinstance(part, Exact | Passage) for part in found):
         raise UsageError(f"a prompt is made of 1 to {MAX_PARTS} parts, each an Exact or a Passage")
@@ -80,7 +80,7 @@ def passage_chain(
     group_tokens: int = GROUP_TOKENS,
     salt: bytes = b"",
 ) -> list[str]:
-    """Return the chained digest of every group of a passage; the last names it. See `kvabr.types.naming.chain`.
+    """Return the chained digest of every group of a passage; the last is its name. See `kvabr.types.naming.chain`.
 
     The last group may be short: passages are neither padded nor aligned with a prompt's groups.
     """
@@ -88,9 +88,9 @@ def passage_chain(
 
 
 def check_movable(spec: KVSpec) -> None:
-    """Raise `FormatError` unless this model's caches can be moved to other positions.
+    """Raise `FormatError` if this model's caches cannot be moved to other positions.
 
-    This requires a single layer class with full attention or latents, and keys with a known rotation.
+    Moving requires a single layer class with full attention or latents, and keys with a known rotation.
     """
     if len(spec.classes) != 1 or spec.only.kind not in ("full", "latent"):
         raise FormatError(f"{spec.model}: passages need full attention in every layer; it has {', '.join(spec.names)}")
@@ -100,16 +100,16 @@ def check_movable(spec: KVSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PassageNotes:
-    """A catalog's facts about a passage."""
+    """A passage's facts in its catalog."""
 
     base: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Context of the computation: ``alone``; ``behind``, after another text; or ``mean``, averaged over contexts."""
+    """How the cache was computed: ``alone``; ``behind``: after another text; ``mean``: averaged over contexts."""
     contexts: Annotated[int, Meta(ge=0, le=MAX_CONTEXTS)] = 0
     order: Annotated[bytes, Meta(max_length=MAX_PASSAGE_TOKENS)] = b""
-    """Rank per token, 255 for tokens that gain most from recomputation; empty if unknown."""
+    """Rank of each token, 255 for tokens that benefit most from recomputation; empty if unknown."""
     fusion: Annotated[tuple[tuple[_Share, _FusionLoss], ...], Meta(max_length=64)] = ()
-    """Pairs (recomputed share of tokens, fusion loss of the prompt), shares ascending, measured after contexts outside
-    the base. Empty if not measured.
+    """Pairs (share of recomputed tokens, fusion loss of the prompt), shares ascending, measured after contexts that are
+    not part of the base. Empty if not measured.
     """
     method: Annotated[str, Meta(max_length=4096)] = ""
 
@@ -127,9 +127,10 @@ class PassageNotes:
             raise FormatError(f"passage: order must have {tokens} tokens, got {len(self.order)}")
 
     def fusion_loss(self, share: float) -> float | None:
-        """Return the expected fusion loss if a share of the tokens is recomputed; None if not measured.
+        """Return the expected fusion loss if ``share`` of the tokens is recomputed; None if not measured.
 
-        Interpolates between measured shares, and from the highest to 0 at 1.0; constant below the lowest.
+        The loss is interpolated between measured shares, and from the highest share to 0 at 1.0; it is constant below
+        the lowest share.
         """
         if not self.fusion:
             return None
@@ -151,7 +152,7 @@ class PassageNotes:
 
     @classmethod
     def from_json(cls, value: Any) -> PassageNotes:
-        """Parse untrusted `to_json`; raise `FormatError` if a field is wrong."""
+        """Parse an untrusted result of `to_json`; raise `FormatError` if a field is invalid."""
         fields = convert(value, dict[str, Any], "catalog", ".passage")
         listed = convert(fields.get("order", []), list[str], "catalog", ".passage.order")
         try:

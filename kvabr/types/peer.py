@@ -14,7 +14,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.fields import OptionError, Shown, check_fields
 
 Quic = Literal["auto", "aioquic", "qh3"]
-"""A QUIC library, or whichever is installed and can talk to the peer, the fastest first."""
+"""A QUIC library; ``auto`` uses the fastest that is installed and works with the peer."""
 TransportChoice = Literal["auto", "quic", "tcp"]
 
 MAX_TOKEN_BYTES = 4096
@@ -62,10 +62,10 @@ class PeerOptions:
                 raise OptionError("fingerprint", self.fingerprint[:80], str(error).partition(": ")[2]) from None
 
     def secret(self) -> str | None:
-        """Return the token to send, as it is now; None: without one.
+        """Return the current token to send; None if there is none.
 
         Raises:
-            UsageError: the file cannot be read, or has no token; or the token cannot be one.
+            UsageError: the file cannot be read, or has no token; or the token is invalid.
         """
         if self.token_file is not None:
             return read_token(self.token_file)
@@ -74,7 +74,7 @@ class PeerOptions:
 
     @property
     def for_stores(self) -> bool:
-        """True if no option is for peers only: object stores use neither our tokens nor certificates."""
+        """True if all options apply to object stores, which use neither kvabr's tokens nor its certificates."""
         trust = self.token_file, self.ca, self.fingerprint
         return (
             trust == (None, None, None) and not self.insecure and self.token in {None, os.environ.get(TOKEN_VARIABLE)}
@@ -85,7 +85,7 @@ def read_token(path: Path) -> str:
     """Return the token in a file.
 
     Raises:
-        UsageError: the file cannot be read, or holds no token.
+        UsageError: the file cannot be read, or has no token.
     """
     try:
         with path.open("rb") as file:
@@ -98,14 +98,14 @@ def read_token(path: Path) -> str:
 
 
 def check_token(token: str, where: str) -> str:
-    """Return a token; `UsageError` if it cannot be one."""
+    """Return a token; raise `UsageError` if it is invalid."""
     if len(token) > MAX_TOKEN_BYTES or not token.isprintable():
         raise UsageError(f"{where} must have at most {MAX_TOKEN_BYTES} characters, all printable")
     return token
 
 
 def fingerprint_of(text: str) -> str:
-    """Return a SHA-256 fingerprint as 64 lower-case hex digits, or raise UsageError."""
+    """Return a SHA-256 fingerprint as 64 lower-case hex digits; raise UsageError for other text."""
     plain = text.replace(":", "").strip().lower()
     if len(plain) != 64 or not all(digit in "0123456789abcdef" for digit in plain):
         raise UsageError(f"{text[:80]!r} is not a SHA-256 fingerprint: give 64 hex digits, with or without colons")

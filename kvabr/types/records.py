@@ -1,14 +1,15 @@
-"""Records: dataclasses transferred as JSON, defined entirely by their annotations.
+"""Records: dataclasses that are transferred as JSON and defined entirely by their annotations.
 
 `msgspec.Meta` gives the bounds of a field. `check` validates a record created here; `decode` and `read` validate
 untrusted input. Fields with metadata `IN_MEMORY` are not part of the JSON.
 
-A msgspec decoder holds the GIL, so a long call would stop the event loop. `read` therefore first finds the members of
-an object (1 to 2 ns per byte), then decodes them one by one, and long lists of records by element. JSON with too many
-tiny values is rejected first (`_check_dense`), as is too much unknown data.
+A msgspec decoder holds the GIL, so a long call would block the event loop. `read` therefore first finds the members of
+an object (1 to 2 ns per byte), then decodes each member separately, and long lists of records element by element. JSON
+with too many tiny values is rejected first (`_check_dense`), and so is too much unknown data.
 
-msgspec resolves the types of a class at first use without a lock; a thread that meets a half-built class crashes the
-process. So all work on annotations happens here under one lock (`once`), and no other module passes msgspec a type.
+msgspec resolves the types of a class at first use, without a lock; a second thread that uses a half-built class crashes
+the process. So all work on annotations happens here under one lock (`once`), and no other module passes a type to
+msgspec.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from kvabr.types.once import once
 T = TypeVar("T")
 
 IN_MEMORY = {"in memory": True}
-"""Metadata of a field outside the JSON."""
+"""Metadata of a field that is not part of the JSON."""
 MAX_SKIPPED_BYTES = 32 << 10
-"""Unknown members, white space and names in a record."""
+"""Maximum bytes of unknown members, white space and names in a record."""
 _VALUE_BYTES = 8
 """Minimum average bytes per value; tokens, sizes, losses, digests and track names are longer."""
 _BASE_VALUES, MAX_OBJECTS = 4096, 4096
-"""Values that may be smaller; objects per text."""
+"""Number of values that may be smaller; maximum number of objects per text."""
 _SMALL_BYTES = 1 << 20
 MAX_FLOAT = sys.float_info.max
 
@@ -47,10 +48,10 @@ _REFUSED = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, Overflo
 
 
 def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str = "") -> T:
-    """Decode untrusted JSON as a type, checking its bounds.
+    """Decode untrusted JSON as a type, and check its bounds.
 
-    ``what`` begins the error message; ``where`` is the place in a larger text: ``.tracks[0]``. Raise `FormatError`,
-    which names the place, if the data does not match.
+    ``what`` starts the error message; ``where`` is the place in a larger text, such as ``.tracks[0]``. Raise
+    `FormatError`, which names the place, if the data does not match.
     """
     try:
         found: T = _decoder(kind).decode(data)
@@ -60,7 +61,7 @@ def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str 
 
 
 def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
-    """Convert a plain value to a type; raises as `decode`."""
+    """Convert a plain value to a type; errors as for `decode`."""
     try:
         return msgspec.convert(value, built(kind))
     except _REFUSED as error:
@@ -68,7 +69,7 @@ def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
 
 
 def check(record: object, what: str) -> None:
-    """Raise `FormatError` unless every field of a record is within its bounds; for ``__post_init__``."""
+    """Raise `FormatError` if a field of a record is out of bounds; for ``__post_init__``."""
     kinds, values, every = _bounded(type(record))
     try:
         msgspec.convert(values(record), every)
@@ -79,11 +80,11 @@ def check(record: object, what: str) -> None:
 
 
 def read(data: bytes, kind: type[T], what: str, schema: str | None = None) -> T:
-    """Read a record, a dataclass, from untrusted JSON without blocking other threads for long.
+    """Parse a record (a dataclass) from untrusted JSON without blocking other threads for long.
 
-    A field type's ``from_json`` method is used if it exists. ``what`` begins the error message; ``schema`` is the
-    required ``schema`` member, which is not a field. Raise `FormatError` as `decode`, `VersionError` if another version
-    of kvabr wrote it.
+    If a field's type has a ``from_json`` method, it is used. ``what`` starts the error message; ``schema`` is the
+    required value of the member ``schema``, which is not a field. Raise `FormatError` like `decode`, `VersionError` if
+    another version of kvabr wrote the JSON.
     """
     _check_dense(data, what)
     parts = decode(data, _parts(kind), what)
@@ -105,12 +106,12 @@ class _Schema(msgspec.Struct):
 
 
 def read_schema(data: bytes, what: str, known: str) -> None:
-    """Check the schema of a JSON object; raises as `decode` and `check_schema`."""
+    """Check the schema of a JSON object; errors as for `decode` and `check_schema`."""
     check_schema(decode(data, _Schema, what).schema, what, known)
 
 
 def check_schema(found: object, what: str, known: str) -> None:
-    """Raise `VersionError` for another version's schema, `FormatError` for one that is not kvabr's."""
+    """Raise `VersionError` for a schema of another version, `FormatError` for one that is not kvabr's."""
     if found == known:
         return
     shown = repr(str(found)[:80])
@@ -123,7 +124,8 @@ def check_schema(found: object, what: str, known: str) -> None:
 def to_json(record: object, *always: str, last: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the fields of a record as plain JSON values, without defaults.
 
-    ``always`` are included even at their default; ``last`` go last, in this order.
+    Fields in ``always`` are included even if they have their default value; those in ``last`` are put last, in this
+    order.
     """
     value = {}
     for each in _fields(type(record)):
@@ -134,12 +136,12 @@ def to_json(record: object, *always: str, last: tuple[str, ...] = ()) -> dict[st
 
 
 def fields_of(record: object, kind: type) -> dict[str, Any]:
-    """Return a record's fields that ``kind``, its class or a base class, has."""
+    """Return the fields of a record that ``kind``, its class or a base class, defines."""
     return {each.name: getattr(record, each.name) for each in _fields(kind)}
 
 
 def own_state(record: object) -> dict[str, Any]:
-    """Return all fields for pickling, without cached properties."""
+    """Return all fields for pickling, without values of cached properties."""
     return {each.name: getattr(record, each.name) for each in fields(cast("Any", record))}
 
 
@@ -162,7 +164,7 @@ def message_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
 
 
 def built(kind: type[T]) -> type[T]:
-    """Return ``kind`` ready for `msgspec.convert`, with all its classes resolved."""
+    """Return ``kind`` with all its classes resolved, ready for `msgspec.convert`."""
     _decoder(kind)
     return kind
 
@@ -231,7 +233,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _check_dense(data: bytes, what: str) -> None:
-    """Raise `FormatError` for JSON with values too small for a record, or too many objects."""
+    """Raise `FormatError` for JSON with values too small for a record, or with too many objects."""
     objects = at = 0
     while objects <= MAX_OBJECTS and (at := data.find(b"{", at) + 1):
         objects += 1

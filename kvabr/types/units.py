@@ -1,8 +1,8 @@
-"""Units: groups of one layer class each, and the units that a prompt needs.
+"""Units: the groups of each layer class, and which units a prompt needs.
 
 A cache of one class has one unit per group of tokens, with the same number. With several classes, units are ordered by
-group of tokens, then by class. A class of kind ``state`` has one unit per snapshot, in the group at whose end it was
-taken. Players treat units as groups.
+group of tokens, then by class. A class of kind ``state`` has one unit per snapshot, which belongs to the group that
+ends at the snapshot. Players treat units as groups.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import NamedTuple
 from kvabr.types.kv import KVSpec
 
 COMPUTED = -1
-"""`Unit.source` of text between passages, which only an engine can provide."""
+"""`Unit.source` of text between passages, which only an engine can compute."""
 
 
 class Unit(NamedTuple):
     """One group of one layer class."""
 
     part: int
-    """Class index in `KVSpec.parts`."""
+    """Index of the class in `KVSpec.parts`."""
     group: int
-    """Number in its class's tracks: the group ID of its objects."""
+    """Number in the tracks of the class: the group ID of its objects."""
     chunk: int
-    """Group of tokens that it ends with, named by that group's digest."""
+    """Index of the group of tokens at the unit's end, whose digest names the unit."""
     first: int
-    """First token's position in the prompt; for a snapshot, the tokens before it."""
+    """Position of the first token in the prompt; for a snapshot, the number of tokens before it."""
     tokens: int
-    """Or rows of a snapshot."""
+    """Number of tokens; for a snapshot, of rows."""
     free: int | None = None
-    """First token's position within a passage; None if the position in the prompt is fixed."""
+    """Position of the first token within a passage; None if the position in the prompt is fixed."""
     source: int = 0
     """Index in `Catalog.sources` for a joined cache, or `COMPUTED`."""
 
@@ -40,9 +40,9 @@ class Span(NamedTuple):
     """A run of tokens of one layer class that a play needs."""
 
     first: int
-    """Position; for a snapshot, the tokens before it."""
+    """Position of the first token, see `Unit.first`."""
     tokens: int
-    """Possibly 0; rows of a snapshot."""
+    """Number of tokens, may be 0; for a snapshot, of rows."""
 
 
 def units_of(spec: KVSpec, tokens: int) -> tuple[Unit, ...]:
@@ -52,7 +52,7 @@ def units_of(spec: KVSpec, tokens: int) -> tuple[Unit, ...]:
 
 
 def count_of(spec: KVSpec, tokens: int) -> int:
-    """Return the number of a published cache's units without creating them."""
+    """Return the number of units of a published cache, without creating the units."""
     return sum(-(-tokens // _apart(spec, part, tokens)) for part in range(len(spec.classes)))
 
 
@@ -87,12 +87,12 @@ def units_by_chunk(units: Iterable[Unit], chunks: int) -> list[list[Unit]]:
 
 
 def computed_shape(part: KVSpec, tokens: int) -> tuple[int, int, int, int, int]:
-    """Return the shape of one class's computed KV for ``tokens`` tokens; for a state, of one snapshot."""
+    """Return the shape of a class's KV computed for ``tokens`` tokens; for a state, the shape of one snapshot."""
     return part.shape(part.rows if part.only.kind == "state" else tokens)
 
 
 def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = None) -> list[int]:
-    """Return the indices of the units needed by a prompt that continues after its first ``tokens`` tokens.
+    """Return the indices of the units that a prompt needs if it continues after its first ``tokens`` tokens.
 
     These are all groups of full attention and latents, the groups still visible in a window or the last chunk, and the
     snapshot at the end. ``end``, a token in the last group, adds the units needed to continue there.
@@ -107,10 +107,10 @@ def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = N
 
 
 def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int, end: int) -> list[tuple[int, int]]:
-    """Return the units needed by a prompt that continues after the first ``prefix`` of a cache's ``tokens`` tokens.
+    """Return the units for a prompt that continues after the first ``prefix`` of a cache's ``tokens`` tokens.
 
-    Each is a pair of indices in ``units``, all of the cache's: the unit, and the unit with the same loss, as window
-    losses were measured at the cache's own end. For ``end`` see `needed`.
+    Each is a pair of indices in ``units``, which has all units of the cache: the unit, and the unit with the same loss,
+    as losses of windows were measured at the end of the whole cache. For ``end`` see `needed`.
     """
     places = {(unit.part, unit.group): index for index, unit in enumerate(units)}
     shorter = units_of(spec, prefix)
@@ -126,9 +126,10 @@ def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int, 
 
 
 def groups_needed(spec: KVSpec, part: int, end: int, first: int, total: int) -> range | None:
-    """Return the groups of a class needed by a prompt that continues after its first ``end`` tokens.
+    """Return the groups of a class that a prompt needs if it continues after its first ``end`` tokens.
 
-    The first ``first`` tokens, whole groups, are skipped; the cache has ``total``. None: no snapshot at ``end``.
+    Skip groups within the first ``first`` tokens, which are whole groups; the cache has ``total`` tokens. Return None
+    if a state has no snapshot at ``end``.
     """
     only, size = spec.classes[part], spec.group_tokens
     if only.kind != "state":
@@ -139,10 +140,10 @@ def groups_needed(spec: KVSpec, part: int, end: int, first: int, total: int) -> 
 
 
 def cuts(spec: KVSpec, units: Sequence[Unit], offset: int, total: int) -> Iterator[int]:
-    """Yield the indices where an engine can compute the rest if all earlier units are in place.
+    """Yield the indices from which an engine can compute the rest if all earlier units are in place.
 
     These are 0 and the starts of groups of tokens after all needed units. ``units`` has all groups of full attention
-    and latents. The engine already has ``offset`` groups of tokens; `Unit.chunk` counts from there.
+    and latents. The engine already has ``offset`` groups of tokens; `Unit.chunk` counts from after these.
     """
     size, there = spec.group_tokens, {(unit.part, unit.group) for unit in units}
     partial = [part for part, only in enumerate(spec.classes) if only.kind not in ("full", "latent")]
@@ -158,7 +159,7 @@ def cuts(spec: KVSpec, units: Sequence[Unit], offset: int, total: int) -> Iterat
 def hit(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str | None]:
     """Return how many of the first ``groups`` groups every class can play, in an asset of ``tokens`` tokens.
 
-    States need a snapshot. The second value is the limiting class, or None.
+    States need a snapshot at the end. The second value is the class that limits the number, or None.
     """
     limit: str | None = None
     while groups and (bound := _shortest(spec, groups, tokens)) is not None:
@@ -176,22 +177,22 @@ def _shortest(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str] | None:
 
 
 def snapshot_ends(part: KVSpec, tokens: int) -> list[int]:
-    """Return the tokens before each snapshot of a state; none for other classes."""
+    """Return the number of tokens before each snapshot of a state; empty for other classes."""
     if part.only.kind != "state":
         return []
     return [unit.first for unit in _of_part(part, 0, tokens)]
 
 
 def cache_length(part: KVSpec, tokens: int) -> int:
-    """Return the token axis length of one class's tensor in a published cache of ``tokens`` tokens.
+    """Return the length of the token axis of one class's tensor in a published cache of ``tokens`` tokens.
 
-    Snapshots of a state are concatenated on it, with rows as tokens.
+    Snapshots of a state are concatenated on this axis, with rows in place of tokens.
     """
     return tokens if part.only.kind != "state" else len(snapshot_ends(part, tokens)) * part.rows
 
 
 def with_snapshots_of(spec: KVSpec, other: KVSpec) -> KVSpec:
-    """Return ``spec`` with another spec's snapshot intervals, chosen by a publisher, if the classes match."""
+    """Return ``spec`` with the snapshot intervals of another spec, chosen by a publisher, if the classes match."""
     if len(spec.classes) != len(other.classes) or spec.group_tokens != other.group_tokens:
         return spec
     pairs = zip(spec.classes, other.classes, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def counted(count: int, what: str, many: str = "") -> str:
-    """Return a count with its noun: `1 play`, `2 plays`, or ``many`` for an irregular plural."""
+    """Return a count with a noun: `1 play`, `2 plays`, or with ``many``, an irregular plural."""
     return f"{count:,} {what if count == 1 else many or what + 's'}"
 
 

@@ -54,10 +54,10 @@ _PIECE = 16 << 10
 
 
 class OnCpu(GPUConnectorInterface):
-    """Moves chunks between LMCache and a cache, [K/V, layer, token, head x dim]."""
+    """Copies chunks between LMCache and a cache, [K/V, layer, token, head x dim]."""
 
     def __init__(self, layers: int, width: int) -> None:
-        """``width`` is heads x dim."""
+        """``width`` is heads times dim."""
         self._layers, self._width = layers, width
 
     def from_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201
@@ -79,7 +79,7 @@ class OnCpu(GPUConnectorInterface):
 
 
 def proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:  # noqa: ANN001
-    """Forward bytes from the server at ``rate`` bytes/s, both ways ``rtt_s``/2 later."""
+    """Forward bytes from the server at ``rate`` bytes/s, and delay both directions by ``rtt_s``/2."""
     asyncio.run(_proxy(pipe, carried, target, rate, rtt_s))
 
 
@@ -124,7 +124,7 @@ async def _proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:
 
 @contextlib.contextmanager
 def tcp_link(target: int, rate: float, rtt_s: float):  # noqa: ANN201
-    """Yield the port of such a link, and its counter of bytes from the server."""
+    """Yield the port of an emulated link to ``target``, and the counter of bytes from the server."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     carried = context.Value("q", 0)
@@ -162,7 +162,7 @@ class Bench:
     """The model, its exact cache, and LMCache engines for it."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
-        """Compute the cache."""
+        """Compute the exact cache."""
         smollm2_folder(folder)
         self.model = str(folder)
         self.loaded = load_model("smollm2")
@@ -210,7 +210,7 @@ class Bench:
         return time.process_time() - spent
 
     def retrieve(self, engine) -> dict:  # noqa: ANN001
-        """Retrieve it, and measure its quality."""
+        """Retrieve the cache, and measure its quality."""
         into = torch.zeros_like(self.cache)
         hit = engine.lookup(self.tokens)  # dials and looks up once, as a serving engine has done
         start = time.perf_counter()
@@ -235,7 +235,7 @@ def metrics_of(engine):  # noqa: ANN001, ANN201
 
 
 def kvabr_options(**options: object) -> dict:
-    """Return ``extra_config``."""
+    """Return LMCache's ``extra_config`` with these options."""
     extra = {"module_path": "kvabr.engines.lmcache.connector", "class_name": "KvabrAdapter", "model": "bench/smollm2"}
     return {f"{PREFIX}{key}": value for key, value in (extra | options).items()}
 

@@ -60,7 +60,7 @@ QUESTIONS = (
     "What is the scope of a name?",
 )
 _CHUNK = 256
-"""LMCache's default."""
+"""Tokens per chunk, LMCache's default."""
 _PUBLISH_S = 300.0
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -158,10 +158,10 @@ def _measured(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class Engine:
-    """vLLM in this process."""
+    """A vLLM engine in this process."""
 
     def __init__(self, transfer: dict[str, Any] | None, tokens: int) -> None:
-        """Start it; ``transfer`` is vLLM's ``--kv-transfer-config``."""
+        """Start vLLM; ``transfer`` is its ``--kv-transfer-config``."""
         os.environ |= _ENVIRONMENT
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -177,16 +177,16 @@ class Engine:
         )
 
     def tokens(self, text: str) -> list[int]:
-        """Return token ids."""
+        """Return the token ids of a text."""
         return list(self.llm.get_tokenizer().encode(text))
 
     def ask(self, prompt: list[int], **params: Any) -> dict[str, Any]:
-        """Return the seconds to the first token of an answer, its tokens, and the loss reported by kvabr."""
+        """Return the seconds to the first token of an answer, the answer's tokens, and the loss reported by kvabr."""
         (one,) = self.batch([prompt], **params)
         return one
 
     def batch(self, prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
-        """Ask several prompts at once."""
+        """Send several prompts at the same time."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
@@ -202,7 +202,7 @@ class Engine:
         ]
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache, after its pending work."""
+        """Empty vLLM's prefix cache, after its pending work is done."""
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_finished_requests() or core.scheduler.has_requests():
             self.llm.llm_engine.step()

@@ -12,7 +12,7 @@ class LMCacheOnProcessor(LMCacheConnectorV1):
     """LMCache's connector with `ChunksOnProcessor`."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """Import LMCache's modules late: not before vLLM has prepared its kernels."""
+        """Import LMCache's modules only now, after vLLM has prepared its kernels."""
         import lmcache.v1.gpu_connector as connectors
 
         connectors.CreateGPUConnector = ChunksOnProcessor
@@ -23,7 +23,7 @@ class ChunksOnProcessor:
     """LMCache's "GPU connector" for a processor: copies chunks to vLLM's blocks and back."""
 
     def __init__(self, _config: Any, metadata: Any, *_: Any, **__: Any) -> None:
-        """Take LMCache's shapes: layers, K and V, tokens of a chunk, heads and head size."""
+        """Read LMCache's shapes: layers, K and V, tokens per chunk, heads and head size."""
         self._layers, _, _, self._heads, self._dim = metadata.kv_shape
 
     def get_shape(self, tokens: int) -> Any:

@@ -35,7 +35,7 @@ def heard(header: Any, _size: int, _received_us: int, group: int | None = None, 
 
 
 async def subscribe(session: Any, namespace: tuple[bytes, ...], track: str) -> None:
-    """Subscribe until the publisher ends it."""
+    """Subscribe to a track until the publisher ends the subscription."""
     done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
 
     def ended(message: Any, *_: object) -> None:
@@ -51,7 +51,7 @@ async def subscribe(session: Any, namespace: tuple[bytes, ...], track: str) -> N
 
 
 async def fetch(session: Any, namespace: tuple[bytes, ...], track: str, first: int, last: int) -> None:
-    """Fetch some groups."""
+    """Fetch groups ``first`` to ``last``."""
 
     def fetched(header: Any, *_: object) -> None:  # unlike those of subscriptions, these know their group
         heard(header, 0, 0, header.group_id)

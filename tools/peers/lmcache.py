@@ -35,12 +35,12 @@ def levels(runs: list[list[int]], layers: int) -> torch.Tensor:
 
 
 def encode(kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bytes:
-    """As CacheGenSerializer.to_bytes: [layer, K/V, token, head, dim] to bytes."""
+    """Like CacheGenSerializer.to_bytes: [layer, K/V, token, head, dim] to bytes."""
     return encode_function(kv, None, keys, values, kv.shape[2]).to_bytes()
 
 
 def decode(data: bytes, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As CacheGenDeserializer.from_bytes. LMCache unpickles here; the bytes are our own."""
+    """Like CacheGenDeserializer.from_bytes. LMCache unpickles here; the bytes are ours."""
     coded = CacheGenGPUEncoderOutput.from_bytes(data)
     layers, tokens = coded.max_tensors_key.shape[:2]
     room = torch.zeros((tokens, coded.cdf.shape[0] * coded.cdf.shape[1]), dtype=torch.uint8)
@@ -52,7 +52,7 @@ def decode(data: bytes, keys: torch.Tensor, values: torch.Tensor, dtype: torch.d
 
 
 def timed(work):  # noqa: ANN001, ANN201
-    """Return a call's result, its wall time, and its CPU time in seconds."""
+    """Return the result of a call, its wall time, and its CPU time, in seconds."""
     start, spent = time.perf_counter(), time.process_time()
     made = work()
     return made, time.perf_counter() - start, time.process_time() - spent
@@ -60,7 +60,7 @@ def timed(work):  # noqa: ANN001, ANN201
 
 def answer(request: dict) -> dict:
     """Encode, decode and time one request."""
-    # The codec's kernels start a thread per processor; with one processor they share it.
+    # The codec's kernels start one thread per processor; with a single processor the threads share it.
     os.sched_setaffinity(0, sorted(EVERY)[: request.get("processors") or len(EVERY)])
     torch.set_num_threads(min(THREADS, request.get("processors") or THREADS))
     dtype = getattr(torch, request.get("dtype", "float16"))

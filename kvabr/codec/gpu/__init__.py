@@ -1,7 +1,7 @@
-"""AC on CUDA devices: decodes copied payloads to 16- or 32-bit elements; encodes there and copies only payloads back.
+"""AC on CUDA devices: copies payloads there and decodes them to 16- or 32-bit elements; encodes caches there.
 
-Needs Triton (the extra ``gpu``); otherwise a GPU's cache is coded on the processor, which is slower. Results equal
-`kvabr.codec.native.coder` to the bit: tests verify it in Triton's interpreter, ``tools/bench-gpu`` on a GPU.
+Requires Triton (the extra ``gpu``); without it, a GPU's cache is coded on the processor, which is slower. Results are
+bit-identical to `kvabr.codec.native.coder`: tests verify this in Triton's interpreter, ``tools/bench-gpu`` on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @cache
 def available() -> bool:
-    """Return whether Triton is installed; warn once if not."""
+    """Return True if Triton is installed; warn once if not."""
     if find_spec("triton") is not None:
         return True
     warnings.warn(
@@ -50,15 +50,16 @@ def runs_on(device: torch.device) -> bool:
 
 
 def decode_to_blocks(jobs: Sequence[DecodeJob | LevelJob], blocks: Sequence[BlockSlots]) -> list[Exception | None]:
-    """Decode groups straight to the blocks of a paged cache, as `decode_many`; return each one's error, if any.
+    """Decode groups directly into the blocks of a paged cache; return each group's error, or None.
 
-    Only the shape of the jobs' ``out`` counts. Blocks may be written partly on error; see `runs_on`.
+    Of each job's ``out``, only the shape is used. An error may leave blocks partly written. The device must satisfy
+    `runs_on`.
     """
     return together.decode([together.PlacedJob(job, there) for job, there in zip(jobs, blocks, strict=True)])
 
 
 def trying(device: torch.device) -> AbstractContextManager[None]:
-    """Compile and compare kernels in this thread; see `kvabr.codec.gpu.together.trying`."""
+    """Compile and verify kernels in this thread; see `kvabr.codec.gpu.together.trying`."""
     return together.trying(device)
 
 
@@ -76,23 +77,23 @@ def analyse(
     group: torch.Tensor,
     first_token: int | None,
 ) -> encoder.Analysed:
-    """Transform a group on its own device; see `encoder.analyse` and `runs_on`."""
+    """Transform a group on its device; see `encoder.analyse`. The device must satisfy `runs_on`."""
     from kvabr.codec.gpu import encoder  # noqa: PLC0415  # needs Triton
 
     return encoder.analyse(transform, inverses, scale, group, first_token)
 
 
 def expand(job: LevelJob) -> None:
-    """Expand a group of a cast or integer level; see `runs_on`."""
+    """Expand a group of a cast or integer level. The device must satisfy `runs_on`."""
     (error,) = together.decode([together.PlacedJob(job, None)])
     if error is not None:
         raise error
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups in parallel, as `coder.decode_many`, together with other threads' groups.
+    """Decode groups in parallel like `coder.decode_many`, in batches with other threads' groups.
 
-    A single group does not fill a GPU, so groups that arrive meanwhile are decoded together next. The first group of
+    A single group does not fill a GPU, so groups that arrive during a batch form the next batch. The first group of
     each kind is compared with the processor's result (`kvabr.codec.gpu.together`).
     """
     if not available():

@@ -1,10 +1,10 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # Triton reads annotations; its constants are in capitals
-"""The kernels of the encoder's transform: bit for bit `kvabr.codec.analysis`.
+"""The kernels of the encoder's transform, bit-identical to `kvabr.codec.analysis`.
 
-Importing this module needs Triton. Products of 16 bits by 16 use int8 tensor cores. A number is 256 * high + low + 128,
-with high and low signed bytes, so a sum of products is that of four sums over bytes, and of the sums of both factors,
-less 128. Each sum over bytes is exact in int32 (at most 2^14 terms of at most 2^14); they are joined in int64, and the
-result, which fits 32 bits, is exact.
+Importing this module needs Triton. Products of 16-bit numbers use int8 tensor cores. A number is 256 * high + low +
+128, with signed bytes high and low. A sum of products is therefore computed from four sums of byte products, and from
+the sums of both factors less 128. Each sum of byte products is exact in int32 (at most 2^14 terms of at most 2^14).
+They are combined in int64, and the result, which fits 32 bits, is exact.
 """
 
 import triton
@@ -25,7 +25,7 @@ MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 def centre(
     group,  # float [layer, K/V, head, token, dim]
     mean,  # float32 [layer, K/V, head, dim]
-    cos,  # float32 [token, pair]: of the rotation backwards
+    cos,  # float32 [token, pair]: cosines for undoing the rotation
     sin,
     channels,  # float32 [layer, K/V, head, dim, token], set: elements without rotation and mean
     tokens,
@@ -91,7 +91,7 @@ def powers(
     HALVES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Add up the squares of each token's keys, or values, in order; a program handles some tokens of a layer."""
+    """Sum the squares of each token's keys, or values, in order; a program handles some tokens of a layer."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     layer = tl.program_id(1)
     kv = tl.program_id(2)
@@ -109,14 +109,14 @@ def _even(source, scale, columns, at, component, there, stride, token, SCALES: t
     value = tl.load(source + (at + component)[:, None] * stride + token[None, :], mask=there[:, None], other=0.0)
     if SCALES:
         value = value * scale
-        value = tl.where(value < MAX_ELEMENT, value, MAX_ELEMENT)  # and NaN
+        value = tl.where(value < MAX_ELEMENT, value, MAX_ELEMENT)  # and replace NaN
         value = tl.maximum(value, -MAX_ELEMENT)
     return value, value * tl.load(columns + component, mask=there, other=0.0)[:, None]
 
 
 @triton.jit
 def _word(value, unit):
-    # Limits first: rounding keeps them, as they are whole, and the sum is exact below 2^22.
+    # Clamp first: limits are whole, so rounding keeps them, and the sum is exact below 2^22.
     whole = tl.minimum(tl.maximum(value * unit[None, :], -TOP), TOP)
     return ((whole + MAGIC) - MAGIC).to(tl.int32)
 
@@ -138,7 +138,7 @@ def to_words(
     COMPONENTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Round vectors to 16 bits, each in its own unit; a program handles one vector of some tokens."""
+    """Round vectors to 16 bits, each in its own unit; a program handles one vector for some tokens."""
     vector = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     at = vector.to(tl.int64) * size
@@ -190,7 +190,7 @@ def product(
     low,
     totals,
     units,
-    places,  # int32 [matrix, 3]: number of rows for `across`, their start there; start of the others
+    places,  # int32 [matrix, 3]: row count and start for `across`; start for other rows
     across,  # float32 [component, token]
     out,  # float32 [row, token]
     size,

@@ -1,4 +1,4 @@
-"""Batches of several threads' jobs: a single group does not fill a GPU."""
+"""Batches of jobs from several threads, as a single group does not fill a GPU."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class _Request(Generic[Job, Result]):
         self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def await_memory(self, device: torch.device) -> None:
-        """Make this thread's stream wait until the other thread's has finished with the memory."""
+        """Make this thread's stream wait until the requesting thread's stream no longer uses the memory."""
         if self._ready is not None:
             torch.cuda.current_stream(device).wait_event(self._ready)
 
 
 class Batches(Generic[Job, Result]):
-    """Runs several threads' jobs on one device together, in the first thread that arrives."""
+    """Batches the jobs of several threads on one device; the first thread to arrive runs each batch."""
 
     def __init__(self, device: torch.device, work: Callable[[Sequence[Job]], Sequence[Result | Exception]]) -> None:
-        """``work`` returns each job's result or error when all are done."""
+        """``work`` returns each job's result or error once all jobs are done."""
         self._device, self._work = device, work
         self._changed = threading.Condition()
         self._waiting: list[_Request[Job, Result]] = []
         self._working = False
 
     def run(self, jobs: Sequence[Job]) -> list[Result | Exception]:
-        """Run jobs; return the results of ``work``, independent of other threads' errors."""
+        """Run jobs and return the results of ``work``. Other threads' errors do not affect them."""
         own, batch = _Request[Job, Result](jobs, self._device), list[_Request[Job, Result]]()
         try:
             with self._changed:
@@ -49,7 +49,7 @@ class Batches(Generic[Job, Result]):
                     batch, self._waiting = self._waiting, []
                     self._working = True
             self._run(batch)
-        finally:  # on Ctrl-C, release other threads, and drop work of threads that have left
+        finally:  # on Ctrl-C, release other threads, and remove jobs of threads that have left
             with self._changed:
                 for each in batch:
                     if not each.done:

@@ -1,7 +1,7 @@
 """The host's part of decoding on a CUDA device.
 
-Each step of the format is one launch for groups of any tracks, and entropy decoding one per layer's tables. A step's
-inputs are checked and copied while the device works on an earlier one; errors are checked at the end.
+Each decoding step is one launch for groups of any tracks; only entropy decoding takes one launch per table of a layer.
+Inputs of a step are checked and copied while the device runs an earlier step. Errors are checked at the end.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ DEPTHS = len(LAYERS)
 _MIN_COARSE_STREAMS = 512
 _MAX_WORDS = (1 << 31) - 1
 _WGMMA_ROWS = 64
-"""Rows of the smallest tile that Triton multiplies with wgmma, in four warps."""
+"""Rows of the smallest tile that Triton multiplies with wgmma, using four warps."""
 _MAX_POSITIONS = 1 << 17
-"""Maximum positions of rotary turns kept on the device."""
+"""Maximum number of positions with rotary tables cached on the device."""
 
 
 class _Task(NamedTuple):
@@ -65,7 +65,7 @@ class _Task(NamedTuple):
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups on the current stream, see `coder.decode_many`; return when all are verified."""
+    """Decode groups on the current stream, see `coder.decode_many`; return once all are verified."""
     tasks, copies = [], []
     for job in jobs:
         out = job.out.detach()
@@ -80,9 +80,9 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
 
 
 def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> None:
-    """Decode groups to the blocks of a paged cache on the current stream; return when all are verified.
+    """Decode groups into the blocks of a paged cache on the current stream; return once all are verified.
 
-    On error, blocks may be partly written. Only the shape of `DecodeJob.out` counts, which may be on device ``meta``.
+    An error may leave blocks partly written. Of `DecodeJob.out`, only the shape is used; it may be on device ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
@@ -129,14 +129,14 @@ def _at_once(batch: Sequence[_Task]) -> int:
     job, into = batch[0]
     stride, tables = _stride(job), transform_tables(job.transform, into.device)
     rows = job.transform.structure.rows
-    # int16 indices, three planes, lists of rows, flags.
+    # Bytes per group: int16 indices, three planes, lists of rows, flags.
     each = stride * (2 * rows + 3 * tables.width) + rows * (4 + stride // TILE)
     return max(1, min(scratch_bytes(into.device) // each, 1 << 15))
 
 
 class _Verdict(NamedTuple):
     status: torch.Tensor
-    """int32 [stream] on the device: 0 is good."""
+    """int32 [stream] on the device: 0 if the stream is valid."""
     groups: NDArray[np.int64]
 
 
@@ -166,7 +166,7 @@ class _Order(NamedTuple):
     tokens: torch.Tensor
     refers: torch.Tensor
     lanes: torch.Tensor
-    """uint8 [group, place]: see `References.lane`, in the order of places."""
+    """uint8 [group, place]: `References.lane` of each group."""
     any_refers: bool
 
 
@@ -195,7 +195,7 @@ class _Level(NamedTuple):
 
     @classmethod
     def load(cls, tasks: Sequence[_Task], depth: int, order: _Order | None) -> _Level:
-        """Check the payloads' heads, and begin to copy them, and the order if unknown."""
+        """Check the payloads' heads, and start to copy payloads; also copy the coding order if ``order`` is None."""
         device, rows = tasks[0].into.device, tasks[0].job.transform.structure.rows
         by_model: dict[int, list[int]] = {}
         for group, task in enumerate(tasks):
@@ -232,14 +232,14 @@ class _Gathered:
             raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
 
     def reserve(self, staging: Staging) -> Staged | None:
-        """Return memory to gather them in; None if a direct copy is better."""
+        """Reserve memory to gather the payloads in; None if they should be copied directly."""
         return None if lie_apart(self._payloads) else staging.reserve(self._places[-1])
 
     def copy(self, here: NDArray[np.uint8]) -> None:
         coder.gather(self._payloads, self._tokens, self._groups, self._rows, here)
 
     def apart(self, device: torch.device) -> torch.Tensor:
-        """Begin to copy them directly."""
+        """Start to copy the payloads directly."""
         return sent_apart(self._payloads, self._places, device)
 
     def reading(self, data: torch.Tensor, parts: torch.Tensor) -> _Reading:
@@ -252,24 +252,24 @@ class _Batch:
     transform: Transform
     stride: int
     depth_of: torch.Tensor
-    """int32 [group]: highest depth, from 0 on."""
+    """int32 [group]: number of the highest depth, from 0."""
     track_of: torch.Tensor
-    """int32 [group]: row in the next two."""
+    """int32 [group]: row in `delta` and `scale`."""
     delta: torch.Tensor
     """int8 [track, row]."""
     scale: torch.Tensor
     """float32 [track, layer, K/V]."""
     mean_of: torch.Tensor
-    """int32 [group]: row in the next."""
+    """int32 [group]: row in `mean`."""
     mean: torch.Tensor
     """float32 [mean, layer, K/V, head, dim]."""
     outs: torch.Tensor
     offsets: torch.Tensor
     """int64 [group, place]: see `WriteTarget.offsets`."""
     apart: int
-    """A power of two that divides addresses, in elements, and offsets."""
+    """A power of two that divides all addresses, in elements, and all offsets."""
     positions: torch.Tensor
-    """int32 [group, place]: rows in the next; -1: not turned."""
+    """int32 [group, place]: row in `rotations`; -1: not rotated."""
     rotations: tuple[torch.Tensor, torch.Tensor]
     """float32 [position, pair]: cosines and sines; empty without a rotary embedding."""
 
@@ -333,7 +333,7 @@ def _means(jobs: Sequence[DecodeJob], device: torch.device) -> tuple[torch.Tenso
 
 
 def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device: torch.device) -> torch.Tensor:
-    """Return channel means of groups, [group, layer, K/V, head, dim], synthesised like tokens."""
+    """Return channel means of groups, [group, layer, K/V, head, dim], from shifts decoded like tokens."""
     structure, count = transform.structure, len(shifts)
     stride = -(-count // TILE) * TILE
     layers, halves, heads, _, dim = structure.coded.shape(1)
@@ -414,7 +414,7 @@ def _rotations(rope: RopeSpec | None, positions: int, device: torch.device) -> _
 
 
 def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """Decode the streams of one depth, given the depths below; return int32 [stream], 0 if the stream is valid."""
+    """Decode the streams of one depth, given the depths below; return int32 [stream], 0 for valid streams."""
     model, device = reading.model, index.device
     tables, streams = coder_tables(model, device), len(reading.parts)
     status = torch.empty(streams, dtype=torch.int32, device=device)
@@ -452,7 +452,7 @@ def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, lev
 
 
 def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: WriteTarget, apart: int) -> int:
-    """Return how many consecutive channels, and their pairs, are also consecutive in memory."""
+    """Return the number of consecutive channels that, like their rotation partners, are adjacent in memory."""
     rotary, interleaved = rope_shape(rope)
     if interleaved or dim % 2 or into.strides[1] != 1:
         return 1
@@ -460,7 +460,7 @@ def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: WriteT
 
 
 def _wraps(device: torch.device, outputs: int) -> bool:
-    """Return True if a tile of ``outputs`` rows uses wgmma, with wrapping sums; mma saturates."""
+    """Return True if a tile of ``outputs`` rows uses wgmma, which wraps sums; mma saturates."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and outputs >= _WGMMA_ROWS
 
 
@@ -472,7 +472,7 @@ def _tokens(tile: _Tile, *, wraps: bool) -> int:
 def _synthesise(
     batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, levels: torch.Tensor | None, into: WriteTarget
 ) -> None:
-    """Turn indices, or coefficients without ``levels``, into elements; ``tokens_of``: int32 by group."""
+    """Convert indices (coefficients if ``levels`` is None) to elements; ``tokens_of`` is int32 [group]."""
     device, structure = index.device, batch.transform.structure
     spec, rows, stride = structure.coded, structure.rows, batch.stride
     rotary, interleaved = rope_shape(spec.rope)

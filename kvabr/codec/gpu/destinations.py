@@ -1,4 +1,4 @@
-"""Destinations of kernels: addresses of layers' keys and values, and token offsets from these."""
+"""Destinations of kernels: addresses of layers' keys and values, and token offsets from these addresses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvabr.types.errors import FormatError
 
 @dataclass(frozen=True, eq=False)
 class WriteTarget:
-    """A tensor of any strides, or the blocks of a paged cache, for kernels."""
+    """A tensor of any strides, or the blocks of a paged cache, as kernels address it."""
 
     address: int
     addresses: NDArray[np.int64]
-    """[layer, K/V], flattened: in bytes."""
+    """Byte addresses, [layer, K/V] flattened."""
     offsets: NDArray[np.int64]
-    """[token]: in elements; negative: not written."""
+    """Offset of each token in elements, [token]; negative: token is not written."""
     strides: tuple[int, int]
     """Strides of heads and dims, in elements."""
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class WriteTarget:
 
     @classmethod
     def of_blocks(cls, blocks: BlockSlots) -> WriteTarget:
-        """Describe blocks."""
+        """Describe the slots of a paged cache."""
         first = blocks.first
         by_block, by_head, by_token, by_dim = first.stride()
         size, slots = first.shape[2], blocks.slots
@@ -50,7 +50,7 @@ class WriteTarget:
 
 @lru_cache(maxsize=256)
 def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.int64]:
-    """Return the offsets of a matrix's elements, row by row; read-only and shared by groups."""
+    """Return the offsets of a matrix's elements in row-major order."""
     return (np.arange(rows)[:, None] * by_row + np.arange(columns) * by_column).reshape(-1)
 
 

@@ -20,7 +20,7 @@ _CHANNELS, _OUTPUTS, _TOKENS, _COMPONENTS = 32, 64, 64, 64
 _FEW_TOKENS = 16
 _WARPS = 8
 Inverses = tuple[Sequence[Inverse], Sequence[Inverse]]
-"""Inverses of all blocks (none if components are channels), and of all stacks."""
+"""Inverses of all blocks (empty without a block transform), and of all stacks."""
 
 
 class Analysed(NamedTuple):
@@ -28,7 +28,7 @@ class Analysed(NamedTuple):
 
     rows: torch.Tensor
     largest: torch.Tensor
-    """[3, token] float32: magnitudes of elements over the norm, of stacks' components, and of rows."""
+    """Largest magnitudes, [3, token] float32: of elements divided by the norm, of stacks' components, and of rows."""
     power: torch.Tensor
     """[K/V, layer, token] float32: squared distances from means."""
 
@@ -38,7 +38,7 @@ def analyse(
 ) -> Analysed:
     """Transform a group on its device, see `kvabr.codec.analysis.Analysis.analyse`.
 
-    ``scale`` has the factors from elements to units of the norm, [layer, K/V].
+    ``scale``, [layer, K/V], has the factors that convert elements to units of the norm.
     """
     device = group.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -51,7 +51,7 @@ class _Matrix(NamedTuple):
     high: torch.Tensor
     """int8 [matrix, row, column]: upper bytes."""
     low: torch.Tensor
-    """int8: lower bytes, less 128."""
+    """int8 [matrix, row, column]: lower bytes, less 128."""
     totals: torch.Tensor
     """int64 [matrix, row]: sums of the numbers, less 128 each."""
     factors: torch.Tensor
@@ -70,7 +70,7 @@ class _Tables(NamedTuple):
     places: NDArray[np.int64]
     """[block, 3]: see `analysis_kernels.product`."""
     firsts: list[int]
-    """First component of each stack, and their number."""
+    """First component of each stack, then the total number of components."""
 
 
 class _Analysis:

@@ -1,4 +1,4 @@
-"""Encodes many groups with coefficients on a device.
+"""Encodes many groups at once; their coefficients are on a device.
 
 The first group of each depth is compared with the processor's result. If kernels fail, the processor takes over, with
 one warning.
@@ -22,7 +22,7 @@ from kvabr.types.errors import FormatError, UsageError
 
 
 def encode(jobs: Sequence[EncodeJob]) -> list[bytes | Exception]:
-    """Return `coder.encode_rows` of each group, or a `FormatError` if an index is out of reach."""
+    """Return each group's `coder.encode_rows`, or a `FormatError` if an index is out of range."""
     with suppress(Exception):
         return list(map(bytes, _by_kernels(jobs)))
     return [_alone(job) for job in jobs]
@@ -60,7 +60,7 @@ def _by_processor(job: EncodeJob) -> bytes:
 
 
 def _checked(job: EncodeJob) -> dict[Hashable, bool]:
-    """Return True for depths, by `_kind`, with the processor's bytes."""
+    """Return the depths compared so far, by `_kind`: True if their bytes equal the processor's."""
     return derived(job.model, "checked", dict)
 
 
@@ -74,10 +74,10 @@ def error_sums(
     gains: NDArray[np.float32],
     quantiser: Quantiser,
 ) -> list[NDArray[np.int64]]:
-    """See `kvabr.codec.native.coder.error_sums`."""
+    """Return the sums of `kvabr.codec.native.coder.error_sums` for each group."""
     device = groups[0][0].device
     at, factor = (torch.from_numpy(each).to(device) for each in (which, gains))
-    # For a divisor that is a number, torch multiplies by its inverse, which rounds differently.
+    # If the divisor is a Python number, torch multiplies by its inverse, which rounds differently.
     step, sums = torch.tensor(quantiser.step, device=device), []
     every = torch.from_numpy(np.concatenate([coded for _, coded in groups])).to(device)
     for (rows, _), coded in zip(groups, torch.split(every, [len(coded) for _, coded in groups]), strict=True):

@@ -1,24 +1,26 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
-"""Entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.coder`.
+"""Kernels for entropy decoding and integer synthesis, bit-identical to `kvabr.codec.native.coder`.
 
 Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths checked by the host, and
 writes and time depend only on the model's shapes. Corrupt payloads are reported in ``status``.
 
-`read_rows` decodes a stream per program, and writes only the rows that a depth changes. With many programs, a step
-looks its states up in a coarse table first (32 times as many fit a multiprocessor's cache), and in the whole one only
-if a symbol ends within a coarse slot. `prepare` turns indices into vectors; `unstack` and `finish` multiply. Sums of
-int16 products use int8 tensor cores: a matrix entry is mantissa * gain[component], and gain * vector fits 24 bits, i.e.
-three signed int8 limbs, split when the vector is made. Their planes lie component by component, as tensor cores need.
-The products with a limb are added up, and shifted by 8 bits before those of the next lower one: all in int32 with
-wrapping, as only the low bits count. Most tensor cores saturate instead (mma has ``satfinite``; wgmma wraps): unless
-they wrap, sums begin at 0 for each limb, so that they cannot overflow.
+`read_rows` decodes one stream per program, and writes only the rows that a depth changes. With many programs, it first
+looks states up in a coarse table, a 32nd of the full table's size, to stay within a multiprocessor's cache. It uses the
+full table only if a coarse slot has several symbols.
+
+`prepare` converts indices to vectors; `unstack` and `finish` multiply. Sums of int16 products use int8 tensor cores: a
+matrix entry is mantissa * gain[component], and gain * vector fits 24 bits, i.e. three signed int8 limbs, which
+`prepare` splits. Limbs are stored component by component, as tensor cores require. The products with a limb are summed,
+and shifted by 8 bits before adding those of the next lower limb. All sums are int32 and may wrap, as only the low bits
+matter. Most tensor cores saturate instead (mma has ``satfinite``; wgmma wraps). There, each limb's sum starts at 0, so
+that it cannot overflow.
 """
 
 import triton
 import triton.language as tl
 
 ROW_BITS: tl.constexpr = tl.constexpr(22)
-"""A row and its class share an int32 (`kvabr.codec.transform.MAX_ROWS`)."""
+"""Bits of a row number; the row's class takes the other bits of an int32 (`kvabr.codec.transform.MAX_ROWS`)."""
 ROW_MASK: tl.constexpr = tl.constexpr((1 << 22) - 1)
 ESCAPED: tl.constexpr = tl.constexpr(255)
 """Low byte of a table's entry for escaped indices; other symbols are stored plus 128."""
@@ -51,8 +53,8 @@ _RANKS: tl.constexpr = tl.constexpr(
     mov.b32 $3, c;
     }"""
 )
-"""Number of marked lanes before each of a thread's two, and in all: 64 lanes in a warp, two per thread, neighbours or
-half of them apart, as the compiler has laid them out.
+"""For each thread, the number of marked lanes before each of its two lanes, and in total. A warp has 64 lanes, two per
+thread: neighbours, or 32 apart, depending on the compiler's layout.
 """
 
 
@@ -99,9 +101,9 @@ def _any(marked, VOTES: tl.constexpr):
 
 @triton.jit
 def _advance(state, freq, place, active, lanes, words, word, word_end, VOTES: tl.constexpr):
-    """Advance all lanes by one rANS step; return states, words read, the reading lanes, and words used.
+    """Advance all lanes by one rANS step; return states, the words read, a mask of reading lanes, and the word count.
 
-    The words become the lower half of a state in `_filled`; other work hides their latency.
+    `_filled` later puts each word into the lower half of a state.
     """
     state = tl.where(active, freq.to(tl.uint32) * (state >> 12) + place.to(tl.uint32), state)
     low = active & (state < 65536)
@@ -142,9 +144,9 @@ def read_rows(
     coding_order,  # int32 [row]: row | class << 22
     chances,  # int32 [1 or 2, row]: chances of a set flag, in coding order
     entries,  # int32 [class, context, slot]: symbol, frequency << 8, first slot << 20; then near tables
-    coarse,  # int32 [class, context, slot >> COARSE]: the same, or 0 if a symbol ends within; then near tables
+    coarse,  # int32 [class, context, slot >> COARSE]: the same, or 0 for several symbols; then near tables
     bucket,  # int32 [1 or 3, 16]: contexts of near tables
-    refers,  # int32 [group]: whether tokens refer to others
+    refers,  # int32 [group]: nonzero if tokens refer to others
     lane_of,  # uint8 [group, place]: the referenced place of the tile, below 64
     level,  # int8 [group, tile, row]: last depth with a nonzero index, or negative
     index,  # int16 [group, row, token]: indices at that depth; three times as large at each higher one
@@ -161,7 +163,7 @@ def read_rows(
     VOTES: tl.constexpr,
     COARSE: tl.constexpr,  # 0: no coarse table
 ):
-    """Entropy decode one depth; a program handles a stream of a group, with tokens in coding order."""
+    """Entropy decode one depth; a program handles one stream of a group, with tokens in coding order."""
     program = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 64)
     parts += program * 8
@@ -208,8 +210,8 @@ def read_rows(
             state = _filled(state, more, low)
         tl.debug_barrier()  # other threads read the list
 
-        # A live row takes two steps, the second without tokens if the tile has at most 64. Rows are known three ahead,
-        # indices below two ahead, independently of states.
+        # A live row takes two steps; the second has no tokens if the tile has at most 64. To hide latency, rows are
+        # loaded three steps ahead, and indices below two ahead.
         first = tile * 128
         live_rows = tl.max(live, 0)
         code = tl.load(listed, mask=live_rows > 0, other=0)
@@ -232,7 +234,7 @@ def read_rows(
             to = index + (code & ROW_MASK) * stride
             below_0 = tl.zeros((64,), tl.int32)
             below_1 = tl.zeros((64,), tl.int32)
-            if REFINES:  # thrice the indices below, which may be older than the last depth
+            if REFINES:  # three times the indices below, which may be of an older depth
                 times = tl.where(at >= 0, 3, 0)
                 below_0 = _tripled(lower_0.to(tl.int32), times)
                 below_1 = _tripled(lower_1.to(tl.int32), times)
@@ -248,7 +250,7 @@ def read_rows(
                 low = (state & 4095).to(tl.int32)
                 slot = table * 4096 + low
                 if REFINES:
-                    # `lower`: 3 for an index of 1, 6 or more for larger ones.
+                    # `lower` is 3 for an index below of 1, 6 or more for larger indices.
                     context = (lower != 0).to(tl.int32) + (tl.abs(lower) > 3).to(tl.int32)
                     slot = (table * 3 + context) * 4096 + low
                 minus = lower < 0
@@ -335,10 +337,10 @@ def prepare(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     RUN: tl.constexpr,  # run length of neighbouring places
-    WHOLE: tl.constexpr,  # indices; otherwise coefficients
+    WHOLE: tl.constexpr,  # True for indices, False for coefficients
     DEPTHS: tl.constexpr,
 ):
-    """Turn indices into coefficients, times their gains, in limbs; a program handles a tile of rows and tokens."""
+    """Convert indices to coefficients times gains, in limbs; a program handles a tile of rows and tokens."""
     group = tl.program_id(2).to(tl.int64)
     if tl.program_id(1) * TOKENS >= tl.load(tokens_of + group):
         return
@@ -379,10 +381,10 @@ def _multiplied(
     COMPONENTS: tl.constexpr,
     WRAPS: tl.constexpr,
 ):
-    """Return products of matrix rows with vectors in limbs, int32 [row, token], wrapping.
+    """Return products of matrix rows with vectors in limbs, int32 [row, token], modulo 2^32.
 
-    ``matrix`` points to the first components of rows, [row, component], ``planes`` to those of vectors, [component,
-    token]. Components fill whole tiles.
+    ``matrix`` has pointers to the first components of rows, [row, component]; ``planes`` to those of vectors,
+    [component, token]. The number of components is a multiple of the tile.
     """
     total = tl.zeros((OUTPUTS, TOKENS), tl.int32)
     for limb in tl.static_range(3):
@@ -447,7 +449,7 @@ def _joined(planes, plane, at):
 
 @triton.jit
 def store(out, at, value, mask, KIND: tl.constexpr, RUN: tl.constexpr):
-    """Round and store; KIND 0 is float32, 1 float16, 2 bfloat16; addresses are multiples of ``RUN``."""
+    """Round and store values. KIND 0 is float32, 1 float16, 2 bfloat16; addresses are multiples of ``RUN``."""
     if KIND == 0:
         out = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 4 * RUN)
         tl.store(out + at, value, mask=mask)
@@ -475,7 +477,7 @@ def finish(
     mean_of,  # int32 [group]: row of means
     cos,  # float32 [position, pair]
     sin,
-    position_of,  # int32 [group, place]: token position; negative: not turned
+    position_of,  # int32 [group, place]: token position; negative: not rotated
     outs,  # int64 [group, layer, K/V]: addresses
     offset_of,  # int64 [group, place]: token offset, in elements; negative: not written
     tokens_of,
@@ -488,8 +490,8 @@ def finish(
     dim,
     block_heads,
     padded,  # components of a block
-    turned,  # pairs turned by the rotary embedding
-    begin,  # first turned dimension
+    turned,  # pairs rotated by the rotary embedding
+    begin,  # first rotated dimension
     HALVES: tl.constexpr,
     KIND: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -501,9 +503,9 @@ def finish(
     RUN: tl.constexpr,  # run length of channels of pairs that are neighbours in memory
     WRAPS: tl.constexpr,
 ):
-    """Inverse block transform, scale, mean, rotation, rounding; a program handles some pairs of channels of a head.
+    """Apply inverse block transform, scale, mean and rotation; a program handles some channel pairs of a head.
 
-    Pairs of keys are those of the rotary embedding. Other channels, and values, are paired as well.
+    Key channels are paired as in the rotary embedding. Channels that do not rotate, and values, are paired as well.
     """
     group = tl.program_id(1).to(tl.int64)
     tokens = tl.load(tokens_of + group)
@@ -523,7 +525,7 @@ def finish(
     turned_here = tl.where(kv == 1, 0, turned)
     blocks = heads // block_heads
     block = layer_kv * blocks + head // block_heads
-    # Positions within a head.
+    # Position in a head of a channel that does not rotate.
     rest = pair - turned_here
     halves = (dim - 2 * turned_here + 1) // 2
     if INTERLEAVED:
@@ -586,7 +588,7 @@ def finish(
     within = offset >= 0
     offset = tl.multiple_of(offset, RUN)
     to = head.to(tl.int64) * stride_head + offset[None, :]
-    # An equal mask for neighbouring channels lets them be written together.
+    # Neighbouring channels with an equal mask are written in one instruction.
     mask_one = within[None, :] if WHOLE else has_one[:, None] & within[None, :]
     mask_two = within[None, :] if WHOLE else has_two[:, None] & within[None, :]
     store(out, to + one[:, None].to(tl.int64) * stride_dim, x, mask_one, KIND, RUN)

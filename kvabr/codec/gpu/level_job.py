@@ -24,7 +24,7 @@ class LevelJob:
     out: torch.Tensor
     """[layer, K/V, head, token, dim]."""
     decode: Callable[[torch.Tensor], None]
-    """Decodes the payload on the processor to a tensor of that shape; may raise `FormatError`."""
+    """Decodes the payload on the processor to a tensor of the same shape; may raise `FormatError`."""
 
     @property
     def layout(self) -> PayloadLayout:
@@ -34,7 +34,7 @@ class LevelJob:
         return layout(self.spec, self.out.shape[3])
 
     def check(self, wanted: int) -> None:
-        """Raise `FormatError` unless the payload has `PayloadLayout.payload_bytes`."""
+        """Raise `FormatError` unless the payload has `PayloadLayout.payload_bytes` bytes."""
         if len(self.payload) != wanted:
             raise FormatError(
                 f"{self.level}: {len(self.payload)} bytes of payload instead of {wanted}; truncated, or another version"

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
-"""The kernel that expands the cast and integer levels (`kvabr.codec.floats`, `affine`, `fp4`), bit for bit.
+"""The kernel that expands cast and integer levels, bit-identical to `kvabr.codec.floats`, `affine` and `fp4`.
 
 Importing this module needs Triton. Reads stay within lengths checked by the host; ``status`` reports numbers that are
 not finite.
@@ -32,13 +32,13 @@ def expand(
     tokens_of,  # int32 [group]
     outs,  # int64 [group, layer and K/V]: addresses
     offset_of,  # int64 [group, token]: see `WriteTarget.offsets`
-    status,  # int32 [group]: 1 if a number is not finite
+    status,  # int32 [group]: set to 1 if a number is not finite
     stride_head,
     stride_dim,
     stride,
     layers,
     heads,
-    keys,  # dims of a head coded as keys, and as values
+    keys,  # key dims of a head, then value dims
     values,
     head_bytes,
     unit_tokens,
@@ -49,9 +49,9 @@ def expand(
     KIND: tl.constexpr,
     PARTS: tl.constexpr,  # 0: keys alone, 1: values alone, 2: both
     TOKENS: tl.constexpr,
-    DIMS: tl.constexpr,  # at least those of a head
-    RUN: tl.constexpr,  # divides offsets and strides
-    WHOLE: tl.constexpr,  # exactly those of a head
+    DIMS: tl.constexpr,  # at least the dims of a head
+    RUN: tl.constexpr,  # common divisor of offsets and strides
+    WHOLE: tl.constexpr,  # True if DIMS equals the dims of a head
 ):
     """Expand a tile of tokens of a head of keys or values."""
     group = tl.program_id(2).to(tl.int64)
@@ -76,7 +76,7 @@ def expand(
         there = there & (dim < dims)[None, :]
     payload = data + tl.multiple_of(tl.load(begins + group), 16)
     if LEVEL <= 2:
-        # A token is a unit: [layer, K/V, head, dim].
+        # A unit is one token: [layer, K/V, head, dim].
         wide = keys + values if HALVES == 1 else keys
         channel = ((layer * HALVES + half) * heads + head) * wide + before + dim
         units = payload + head_bytes + token.to(tl.int64) * unit_bytes
@@ -103,7 +103,7 @@ def expand(
         channel = head * dims + dim
         count = own * heads * (keys + values)
         if HALVES == 2 and LEVEL != 3:
-            # A byte has a key, and the value in the same place.
+            # A byte has a key element and the value element at the same index.
             each = count // 2
             at = (nth * heads * dims)[:, None] + channel[None, :]
             shift = 4 * part

@@ -1,7 +1,7 @@
 """The host's part of expanding the cast and integer levels on a CUDA device.
 
-Payloads are copied as they are. While some are expanded, the next are copied, and those after them gathered in pinned
-memory.
+Payloads are copied unchanged. While some payloads are expanded, the next are copied, and those after them are gathered
+in pinned memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvabr.codec.native.streams import gathered_places
 from kvabr.types.errors import FormatError
 
 _FIRST_BYTES, _MAX_BYTES = 16 << 20, 128 << 20
-"""Payload bytes per copy: few at first, to begin soon."""
+"""Bytes of payloads in the first copy, which is small to start soon, and the maximum in a later one."""
 _TOKENS, _WARPS = 16, 4
 
 
@@ -38,10 +38,10 @@ class _Task:
 
 
 def expand_many(jobs: Sequence[LevelJob]) -> None:
-    """Expand groups on the current stream; return when all are verified.
+    """Expand groups on the current stream; return once all are verified.
 
     Raises:
-        FormatError: a payload has another length, or a number that is not finite. Groups may be written partly.
+        FormatError: a payload has a wrong length, or a number that is not finite. Groups may be partly written.
     """
     copies = [(job, torch.empty_like(job.out, dtype=torch.float32)) for job in jobs if job.out.dtype not in DTYPES]
     other = {id(job): out for job, out in copies}
@@ -52,9 +52,9 @@ def expand_many(jobs: Sequence[LevelJob]) -> None:
 
 
 def expand_to_blocks(jobs: Sequence[LevelJob], blocks: Sequence[BlockSlots]) -> None:
-    """Expand groups straight to the blocks of a paged cache; see `expand_many`.
+    """Expand groups directly into the blocks of a paged cache; see `expand_many`.
 
-    Only the shape of `LevelJob.out` counts, which may be on device ``meta``.
+    Of `LevelJob.out`, only the shape is used; it may be on device ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
@@ -105,7 +105,7 @@ def _pieces(batch: Sequence[_Task]) -> Iterator[list[_Task]]:
 
 
 def _expand(tasks: Sequence[_Task]) -> torch.Tensor:
-    """Start expanding groups that share a launch; return int32 [group] on the device, 0 for good ones."""
+    """Start expanding groups in one launch; return a status per group on the device, int32 [group], 0 if valid."""
     job, into = tasks[0].job, tasks[0].into
     spec, layout, device = job.spec, job.layout, into.device
     tokens = np.array([task.job.out.shape[3] for task in tasks], np.int32)

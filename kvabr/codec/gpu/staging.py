@@ -1,4 +1,4 @@
-"""Copies to a device through pinned memory, on a separate stream, without waiting; memory is from torch's pools."""
+"""Asynchronous copies to a device through pinned memory, on a separate stream; memory is from torch's pools."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _TYPES = {
 }
 _ALIGN = 16
 _MIN_APART = 512 << 10
-"""Minimum bytes of a pinned payload to copy directly; gathering smaller ones costs less than a copy each."""
+"""Minimum size in bytes of pinned payloads to copy directly; gathering smaller ones is cheaper than a copy each."""
 
 
 SCRATCH_BYTES = 4 << 30
-"""Maximum scratch memory for groups coded at once; one group is always allowed."""
+"""Maximum bytes of scratch memory for groups coded at once; one group is always allowed."""
 
 
 @cache
 def scratch_bytes(device: torch.device) -> int:
-    """Return the scratch memory: up to a quarter of the free memory at the first call."""
+    """Return the scratch memory in bytes: up to a quarter of the memory that is free at the first call."""
     if device.type != "cuda":
         return SCRATCH_BYTES
     return min(SCRATCH_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
 
 
 class Staged(NamedTuple):
-    """Place of an array on the device."""
+    """Offset and size of an array on the device."""
 
     at: int
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """Arrays copied to a device together: first `add` all, then `send`, then `view` them there."""
+    """Arrays copied to a device in one transfer: first `add` all, then `send`, then `view` them on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._size = device, 0
@@ -58,20 +58,20 @@ class Staging:
         self._pinned = self._there = torch.empty(0, dtype=torch.uint8)
 
     def add(self, array: NDArray[Any]) -> Staged:
-        """Add an array, which must not change before `send`."""
+        """Add an array. It must not change before `send`."""
         piece = Staged(self._size, _TYPES[array.dtype.name], array.shape)
         self._pieces.append((self._size, np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         self._size += -(-array.nbytes // _ALIGN) * _ALIGN
         return piece
 
     def reserve(self, size: int) -> Staged:
-        """Reserve bytes, to be written `here`."""
+        """Reserve ``size`` bytes. Write them to the memory that `here` returns."""
         piece = Staged(self._size, torch.uint8, (size,))
         self._size += -(-size // _ALIGN) * _ALIGN
         return piece
 
     def here(self, piece: Staged) -> NDArray[np.uint8]:
-        """Return the memory for bytes; ends adding."""
+        """Return the host memory of reserved bytes. No array can be added after this call."""
         if self._here is None:
             self._pinned = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             self._here = self._pinned.numpy()
@@ -80,7 +80,7 @@ class Staging:
         return self._here[piece.at : piece.at + piece.shape[0]]
 
     def send(self, *, first: bool = False) -> None:
-        """Begin to copy all before the current stream's next work.
+        """Start the copy; later work on the current stream waits for it.
 
         The ``first`` copy runs on the current stream, which starts faster.
         """
@@ -94,7 +94,7 @@ class Staging:
             _await_copies(self._there, self._device)
 
     def view(self, piece: Staged) -> torch.Tensor:
-        """Return an array on the device, after `send`."""
+        """Return an array on the device; valid after `send`."""
         size = math.prod(piece.shape) * piece.dtype.itemsize
         return self._there[piece.at : piece.at + size].view(piece.dtype).view(piece.shape)
 
@@ -107,12 +107,11 @@ def _await_copies(there: torch.Tensor, device: torch.device) -> None:
 
 
 def lie_apart(payloads: Sequence[bytes | memoryview]) -> bool:
-    """Return True if a device should copy payloads directly: large ones, all in pinned memory."""
+    """Return True if payloads should be copied directly: all are in pinned memory, and large on average."""
     return sum(map(len, payloads)) >= _MIN_APART * len(payloads) and all(map(_is_pinned, payloads))
 
 
 def _is_pinned(payload: bytes | memoryview) -> bool:
-    """Return True for memory of `kvabr.store.buffers.PinnedMemory`."""
     under = getattr(payload, "obj", None)
     while (below := getattr(under, "base", getattr(under, "obj", None))) is not None:  # arrays, and views of memory
         under = below
@@ -120,9 +119,9 @@ def _is_pinned(payload: bytes | memoryview) -> bool:
 
 
 def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Begin to copy payloads directly to their places on the device; otherwise as `Staging.send`.
+    """Start to copy payloads directly to their offsets on the device; later work waits as for `Staging.send`.
 
-    The last place is the end.
+    The last element of ``places`` is the total size in bytes.
     """
     with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
         there = torch.empty(places[-1], dtype=torch.uint8, device=device)
@@ -136,7 +135,7 @@ def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], de
 def pin(address: int, size: int) -> Callable[[], object] | None:
     """Pin memory for all devices; see `kvabr.store.buffers.Pin`."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, size, 0)):  # the system's limit
+    if int(runtime.cudaHostRegister(address, size, 0)):  # over the system's limit
         with suppress(RuntimeError):  # clear the error for later calls on this thread
             torch.zeros(1, device="cuda").add_(1)
         return None
@@ -145,7 +144,7 @@ def pin(address: int, size: int) -> Callable[[], object] | None:
 
 @contextmanager
 def settled(devices: Iterable[torch.device]) -> Iterator[None]:
-    """On an error, wait for devices: the caller may free memory that they write to."""
+    """On an error, wait for all copies to devices, since the caller may free memory in use."""
     try:
         yield
     except BaseException:

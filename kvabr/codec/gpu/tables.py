@@ -1,4 +1,4 @@
-"""A profile's tables for kernels, made once per device and cached with it."""
+"""A profile's tables for kernels, built once per device and cached with the profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvabr.codec.native.coder_model import BUCKETS, TOTAL, CoderModel, derived
 from kvabr.codec.transform import NO_MATRIX, Transform
 
 COMPONENTS, OUTPUTS = 64, 64
-"""Tile of a product; vectors are padded to whole tiles of components."""
+"""Tile sizes of a matrix product; vectors are padded to whole tiles of components."""
 COARSE = 5
 """Binary logarithm of the slots per entry of the coarse table."""
 _ESCAPED = 255
@@ -25,13 +25,13 @@ class CoderTables(NamedTuple):
     coding_order: torch.Tensor
     """int32 [row]: row | class << 22, in coding order."""
     chances: torch.Tensor
-    """int32 [1 or 2, row]: probability of a set flag out of 4,096, in coding order."""
+    """int32 [1 or 2, row]: probability of a set flag, in units of 1/4,096, in coding order."""
     entries: torch.Tensor
     """int32 [class, context, slot]: symbol, frequency << 8, first slot << 20; then `NearTables`."""
     coarse: torch.Tensor
-    """int32 [class, context, slot >> `COARSE`]: the same if all these slots have one symbol, else 0."""
+    """int32 [class, context, slot >> `COARSE`]: entry if all slots of a coarse slot have one symbol, else 0."""
     bucket: torch.Tensor
-    """int32 [1 or 3, 16]: see `NearTables.bucket`; zeros without."""
+    """int32 [1 or 3, 16]: see `NearTables.bucket`; zeros without near tables."""
     delta: torch.Tensor
 
 
@@ -71,24 +71,24 @@ def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int32]:
 class TransformTables(NamedTuple):
     """The arrays of a transform on the device.
 
-    A token's planes hold the components of every stack, then of every block, each padded to whole tiles.
+    The vectors of a token hold the components of every stack, then of every block, each padded to whole tiles.
     """
 
     width: int
     first_place: int
     padded: int
     run: int
-    """Length of runs of neighbouring rows in neighbouring places."""
+    """Length of the runs in which neighbouring rows have neighbouring places."""
     row_gain: torch.Tensor
-    """uint8 [row]: of its first matrix."""
+    """uint8 [row]: gain for the row's first matrix."""
     row_place: torch.Tensor
     max_tiles: int
     tiles: torch.Tensor
     """int64 [tile, 5]: see `kernels.unstack`."""
     stack_mantissa: torch.Tensor
-    """int8, flat: of each stack, [output, component], both padded to whole tiles."""
+    """int8, flat: matrices of all stacks, each [output, component], both padded to whole tiles."""
     output_gain: torch.Tensor
-    """uint8 [output]: of its block."""
+    """uint8 [output]: gain for the block matrix."""
     output_place: torch.Tensor
     mantissa: torch.Tensor
     """int8 [block, channel, component]; empty without block transforms."""
@@ -153,12 +153,12 @@ def _tables_of(transform: Transform, device: torch.device) -> TransformTables:
 
 
 def common(*numbers: int) -> int:
-    """Return the largest common power of two, at most 8."""
+    """Return the largest power of two, at most 8, that divides all numbers."""
     return math.gcd(8, *numbers)
 
 
 def divisible(numbers: NDArray[np.int64]) -> int:
-    """Return a number divisible by the common powers of two."""
+    """Return a number divisible by exactly those powers of two that divide every element."""
     return int(np.bitwise_or.reduce(numbers, axis=None))
 
 
@@ -173,7 +173,7 @@ def on_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
 
 
 def lookup(freqs: NDArray[np.uint16]) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Return symbol, frequency, and position in the symbol, for each class [context, slot]."""
+    """Return symbol, frequency, and offset within the symbol for every slot, [context, slot], by class."""
     wide, out = freqs.astype(np.int64), []
     for own, starts in zip(wide, np.cumsum(wide, axis=2) - wide, strict=True):
         symbol = np.stack([np.repeat(np.arange(own.shape[1]), each) for each in own])

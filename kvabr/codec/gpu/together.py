@@ -1,8 +1,8 @@
-"""Decodes several threads' groups together, one batch at a time per device, and checks kernels.
+"""Decodes the groups of several threads in batches, one at a time per device, and verifies the kernels.
 
-A compiler's error must not corrupt a model's output. So the first group of each kind, and of each variant of the
-kernels, is compared with the processor's result. If kernels fail (no compiler, or no memory), the processor takes over,
-with one warning.
+A compiler bug must not corrupt a model's output. So the first group of each kind, and of each variant of the kernels,
+is compared with the processor's result. If kernels fail (no compiler, or no memory), the processor takes over, with one
+warning.
 
 Compiling takes seconds. While one thread is `trying` a profile's kernels, the processor decodes other threads' groups
 of unknown kinds.
@@ -46,9 +46,9 @@ class PlacedJob(NamedTuple):
 
 
 def decode(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
-    """Decode groups on their devices, together with other threads' groups; return each one's error, if any.
+    """Decode groups on their devices, batched with other threads' groups; return each group's error, or None.
 
-    A `FormatError` is the group's fault; others are the machine's.
+    A `FormatError` means that a payload is invalid; other errors are those of the machine.
     """
     errors: list[Exception | None] = [None] * len(tasks)
     by_device: dict[torch.device, list[int]] = {}
@@ -76,7 +76,7 @@ def _devices_tried() -> frozenset[torch.device]:
 
 @contextmanager
 def trying(device: torch.device) -> Iterator[None]:
-    """Compile and compare kernels for this thread's groups; others do not wait."""
+    """Let this thread compile and verify kernels; other threads do not wait for it."""
     before = _devices_tried()
     _tried_here.devices = before | {device}
     try:
@@ -92,7 +92,7 @@ def trying(device: torch.device) -> Iterator[None]:
 
 
 def _yield_often(trying: int) -> None:
-    """Make compilation, which is Python, release the interpreter's lock sooner for decoding."""
+    """Shorten the GIL's switch interval while kernels compile, so that decoding threads get it sooner."""
     if trying and sys.getswitchinterval() > _SWITCH_S:
         _usual_s.append(sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_S)
@@ -112,7 +112,7 @@ def _decoded(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
 
 
 def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
-    """Decode groups, a single one on the processor if the device fails; return their error."""
+    """Decode groups and return their error. If the device fails for a single group, decode it on the processor."""
     crowded = _crowded(tasks)
     try:
         if any(_checked(task.job).get((_kind(task), crowded)) is False for task in tasks):
@@ -186,7 +186,7 @@ _expanded: dict[Hashable, bool] = {}
 
 
 def _checked(job: DecodeJob | LevelJob) -> dict[Hashable, bool]:
-    """Return True for kinds and crowds (`_kind`, `_crowded`) that equal the processor's results."""
+    """Return the kinds and crowds (`_kind`, `_crowded`) compared so far: True if equal to the processor's result."""
     return derived(job.transform, "checked", dict) if isinstance(job, DecodeJob) else _expanded
 
 
@@ -220,7 +220,7 @@ def _crowded(tasks: Sequence[PlacedJob]) -> bool:
     return max(streams.values(), default=0) >= CROWDED
 
 
-def _compare(task: PlacedJob, crowded: bool) -> None:  # a part of the key
+def _compare(task: PlacedJob, crowded: bool) -> None:  # crowded is part of the key
     """Compare the first group of a kind with the processor's result; raise `UsageError` if they differ."""
     checked, kind = _checked(task.job), (_kind(task), crowded)
     if kind in checked:

@@ -33,10 +33,10 @@ class EncodeJob:
     own: Quantiser
     lower: Quantiser | None
     keep: NDArray[np.bool_]
-    """[token]: False if not coded."""
+    """[token]: False for tokens that are not coded."""
     references: References | None = None
     streams: int | None = None
-    """None: `usual_streams`."""
+    """Number of streams; None: `usual_streams`."""
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -53,10 +53,9 @@ class EncodeJob:
 
 
 def encode_many(jobs: Sequence[EncodeJob]) -> list[memoryview]:
-    """Quantise and code groups on the current stream; as `coder.encode_rows` for each.
+    """Quantise and code groups on the current stream; results equal those of `coder.encode_rows`.
 
-    A program codes a stream of a group row by row. Payloads coded together share memory, so copy those to keep. Raise
-    `FormatError` if an index is out of reach.
+    The returned payloads share memory, so copy any that you keep. Raise `FormatError` if an index is out of range.
     """
     out: dict[int, memoryview] = {}
     batches: dict[Hashable, list[int]] = {}
@@ -82,7 +81,7 @@ def _stride(job: EncodeJob) -> int:
 
 
 def _at_once(job: EncodeJob) -> int:
-    # Indices, those below, words and escapes, flags and lists.
+    # Bytes per group: indices, indices below, words and escapes, flags and lists.
     each = job.model.rows * (8 * _stride(job) + 16)
     return max(1, min(scratch_bytes(job.rows.device) // each, 1 << 15))
 
@@ -238,7 +237,7 @@ def _tables(model: CoderModel, device: torch.device) -> _Tables:
 
 
 def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """Return the kernel's entry per symbol, flattened: symbols without a frequency are escaped."""
+    """Return the kernel's entry per symbol, flattened."""
     wide = freqs.astype(np.int64)
     entries = (np.cumsum(wide, axis=2) - wide) | wide << 12
     last = np.broadcast_to(2 * model.radius.astype(np.intp)[:, None, None] + 1, (*freqs.shape[:2], 1))

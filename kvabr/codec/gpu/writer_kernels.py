@@ -1,8 +1,8 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915  # Triton reads annotations; its constants are in capitals
-"""The kernels that quantise and entropy encode: byte for byte `kvabr.codec.native.coder.encode_rows`.
+"""Kernels to quantise and entropy encode, with the same bytes as `kvabr.codec.native.coder.encode_rows`.
 
-Importing this module needs Triton. The coder encodes the last symbol first, and writes words and escapes downwards,
-each program in its own buffer of maximum size.
+Importing this module needs Triton. The coder encodes the last symbol first. So each program writes words and escapes
+from the end of its own buffer towards the start.
 """
 
 import triton
@@ -14,7 +14,7 @@ MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds magnitudes below 2^22 to the nearest whole number, halves to even."""
 FARTHEST_BELOW: tl.constexpr = tl.constexpr(32767 // 3)
 ESCAPES: tl.constexpr = tl.constexpr(1 << 24)
-"""Bit of an entry for escaped indices; the lower bits are the start, 12 bits, and the frequency."""
+"""Flag of an entry for escaped indices. The lower bits are the start (12 bits) and the frequency."""
 
 
 @triton.jit
@@ -28,20 +28,20 @@ def _quantised(value, step, dead, keep):
 @triton.jit
 def quantise(
     rows_of,  # int64 [group]: addresses of float32 [row, token]
-    keep_of,  # int8 [group, token]: whether coded
+    keep_of,  # int8 [group, token]: nonzero if coded
     token_of,  # int32 [group, place]: token; negative: none
     steps,  # float32 [4]: step and dead zone of this depth and the one below
     index,  # int16 [group, row, place], set
     below,  # int16 [group, row, place], set: indices below
-    marks,  # int8 [group, tile, row], set: 1 with a symbol to code, plus 2 with a nonzero index below
-    wrong,  # int8 [group, tile, row], set: whether an index is out of reach
+    marks,  # int8 [group, tile, row], set: 1 if a symbol is coded, plus 2 if an index below is nonzero
+    wrong,  # int8 [group, tile, row], set: nonzero if an index is out of range
     rows,
     row_stride,  # of `rows_of`
     stride,  # of `index`: tokens in whole tiles
     REFINES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Quantise coefficients in the order of places; a program handles a few rows of a tile."""
+    """Quantise coefficients, in the order of places; a program handles a few rows of a tile."""
     group = tl.program_id(2).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -93,8 +93,8 @@ def write_rows(
     refers,
     lane_of,
     listed,  # int32 [program, own]: scratch
-    words,  # int16 [program, most], set at the end
-    escapes,  # int16 [program, most], set at the end
+    words,  # int16 [program, most], filled from the end
+    escapes,  # int16 [program, most], filled from the end
     states,  # int32 [program, lane], set
     ends,  # int64 [program, 2], set: start of words and escapes
     streams,
@@ -109,7 +109,7 @@ def write_rows(
     NEAR: tl.constexpr,
     VOTES: tl.constexpr,
 ):
-    """Entropy encode one depth; a program handles a stream of a group. See `quantise`, `kernels.read_rows`."""
+    """Entropy encode one depth; a program handles one stream of a group. See `quantise`, `kernels.read_rows`."""
     program = tl.program_id(0).to(tl.int64)
     group = program // streams
     stream = (program % streams).to(tl.int32)
@@ -147,7 +147,7 @@ def write_rows(
         if NEAR:
             there = first + 64 + lanes < tokens
             lane = tl.load(lane_of + first + 64 + lanes, mask=there, other=0).to(tl.int32) & 63
-        more = (tl.minimum(tokens - first, 128) + 63) // 64 - 1  # whether a row takes a second step
+        more = (tl.minimum(tokens - first, 128) + 63) // 64 - 1  # 1 if a row takes a second step
         units = tl.max(live, 0) << more
         for step in range(units):
             unit = units - 1 - step
@@ -217,7 +217,7 @@ def _copy(source, to, count, chunk, CHUNKS: tl.constexpr):
 
 @triton.jit
 def collect(
-    words,  # int16 [stream, most]: used at the end
+    words,  # int16 [stream, most]: filled from the end
     escapes,
     states,
     places,  # int64 [stream, 3]: offset in `out`; start of words and escapes
@@ -230,7 +230,7 @@ def collect(
     CHUNKS: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """Move streams together; a program copies a part of one."""
+    """Copy the streams of all programs next to each other; a program copies part of one stream."""
     stream = tl.program_id(0).to(tl.int64)
     group = stream // streams
     byte = tl.arange(0, HEAD)

@@ -1,6 +1,6 @@
-"""The coder of the AC tracks in integer arithmetic, with AVX2 and in portable C, to the same bits.
+"""The coder of the AC tracks in integer arithmetic, with AVX2 and in portable C, with identical bits.
 
-`streams` describes the format; `coder` selects a path.
+`streams` describes the format; `coder` selects the implementation.
 """
 
 import sys

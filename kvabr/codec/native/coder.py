@@ -1,6 +1,6 @@
-"""The coder on the fastest path of this machine, in one thread or several.
+"""The coder on the fastest path (implementation) of this machine, in one thread or several.
 
-The environment variable KVABR_CODER selects another path: ``portable`` or ``avx2``, with equal bits.
+The environment variable KVABR_CODER selects a path, ``portable`` or ``avx2``; both give identical bits.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ MAX_DEPTHS = 16
 _BYTES_PER_THREAD = 1 << 22
 VARIABLE = "KVABR_CODER"
 ERROR_UNIT = 1024
-"""Errors are summed as integers, in units of a step over this."""
+"""Errors are summed as integers, in units of a step divided by this."""
 MAX_ERROR = np.float32(4095)
 
 
 def built(module: Any) -> Any:
-    """Return an extension module; raise `UsageError` if it is None (missing)."""
+    """Return an extension module; raise `UsageError` if it is None, i.e. not built."""
     if module is None:
         raise UsageError(
             "kvabr's native coder is missing: it was not compiled when kvabr was installed. Install a wheel of kvabr, "
@@ -75,7 +75,7 @@ def active_path() -> str:
 
 @contextmanager
 def taking(path: str) -> Iterator[None]:
-    """Select a path for the whole process, as KVABR_CODER does; empty: the fastest."""
+    """Select a path for the whole process, like KVABR_CODER; an empty string selects the fastest."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = path
     try:
@@ -97,9 +97,9 @@ def encode_indices(
 ) -> bytes:
     """Code the indices of one group, [row, token], 16-bit integers.
 
-    If the model refines a depth, ``below`` has that depth's indices, and ``index`` must be within their range;
-    ``references`` are those of the depth below. For ``streams`` see `max_streams` (None: `usual_streams`), for
-    ``threads`` `encode_rows`.
+    If the model refines a depth, ``below`` has that depth's indices, ``index`` must be within their range, and
+    ``references`` must be those of that depth. ``streams`` is at most `max_streams` (None: `usual_streams`); for
+    ``threads`` see `encode_rows`.
     """
     path = active_path()
     index, base = check_indices(model, index, below)
@@ -125,9 +125,9 @@ def encode_rows(
 ) -> bytes:
     """Quantise the coefficients of one group, [row, token] float32, finite, and code the indices.
 
-    ``lower`` is the quantiser of the depth below, if refined; its payload was made from the same rows. ``keep`` is
-    False for tokens with indices of 0 at both depths, [token]. At most ``threads`` threads run (None: as `encoding_on`
-    says, else one per core). Other arguments as in `encode_indices`.
+    ``lower`` is the quantiser of the refined depth, if any; its payload must be from the same rows. ``keep``, [token],
+    is False for tokens to code as indices of 0 at both depths. At most ``threads`` threads run (None: the limit of
+    `encoding_on`, else one per core). Other arguments are as for `encode_indices`.
     """
     path = active_path()
     rows, mask = check_rows(model, rows, lower, keep)
@@ -146,10 +146,10 @@ def error_sums(
     quantiser: Quantiser,
     coded: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Return the sum over tokens of the decoding error of some rows, in units of step / `ERROR_UNIT`.
+    """Return the decoding errors of some rows, summed over tokens, in units of step / `ERROR_UNIT`.
 
-    ``rows`` are coefficients, [row, token]; ``which`` are ascending rows, ``gains`` the factors of their decoded
-    indices; ``coded`` is False for ignored tokens, [token].
+    ``rows`` are coefficients, [row, token]. ``which`` are numbers of rows, ascending, and ``gains`` the factors of
+    their decoded indices. ``coded``, [token], is False for tokens to ignore.
     """
     path = active_path()
     sums = np.zeros(len(which), np.int64)
@@ -163,11 +163,11 @@ def error_sums(
 def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, limit: int = 0
 ) -> NDArray[np.int32]:
-    """Return the similarity of tokens: sums over rows of the products of each two tokens' numbers.
+    """Return the similarity of each pair of tokens: the sum over rows of products of their numbers.
 
     ``rows`` are coefficients, [row, token] float32; ``which`` has fewer than 2^20 rows, ``tokens`` up to `TILE`.
-    Numbers are indices limited to ``limit``, at most 8, or with 0 the errors of rounding in sixteenths of ``step``. The
-    result, [token, token], is the same on every path.
+    Numbers are indices clamped to ``limit``, at most 8. If ``limit`` is 0, they are rounding errors in sixteenths of
+    ``step``. The result, [token, token], is the same on every path.
     """
     path = active_path()
     sums = np.zeros((len(tokens), len(tokens)), np.int32)
@@ -181,9 +181,9 @@ def count_symbols(
     boost: float,
     depths: Sequence[tuple[Quantiser, bool, NDArray[np.int32], NDArray[np.int32]]],
 ) -> None:
-    """Add coefficients times ``boost`` to a calibration's counts, as `kvabr.codec.quantiser.count`.
+    """Add coefficients times ``boost`` to a calibration's counts, like `kvabr.codec.quantiser.count`.
 
-    Each depth is a quantiser, True if it refines the previous depth, and counts of symbols and flags.
+    Each depth has a quantiser, a bool (True if it refines the previous depth), and counts of symbols and flags.
     """
     path = active_path()
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
@@ -200,8 +200,8 @@ def count_near(
 ) -> None:
     """Add the symbols of one tile's second step to a calibration's counts, [class, context, symbol].
 
-    ``bucket`` is `NearTables.bucket`; ``index`` and ``below``, if the model refines a depth, are [row, token] of the
-    tile.
+    ``bucket`` is `NearTables.bucket`. ``index`` has the tile's indices, [row, token]; ``below`` those of the refined
+    depth, if any.
     """
     path = active_path()
     under = None if below is None else np.ascontiguousarray(below, np.int32)
@@ -217,7 +217,7 @@ def decode_indices(
     below: NDArray[Any] | None = None,
     references: References | None = None,
 ) -> Index:
-    """Decode untrusted `encode_indices` to [row, token] int16, given any indices one depth below."""
+    """Decode an untrusted result of `encode_indices` to [row, token] int16; ``below`` has indices one depth below."""
     path = active_path()
     base = check_below(model, tokens, below)
     index = np.zeros((model.rows, tokens), dtype=np.int16) if base is None else base.copy()
@@ -238,7 +238,7 @@ def synthesise(
     out: torch.Tensor,
     gains: tuple[float, ...] = (),
 ) -> None:
-    """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob`."""
+    """Convert coefficients, [row, token] int16 from `dequantise`, to a cache; see `DecodeJob`."""
     path = active_path()
     check_cache(transform, out)
     wanted = (transform.structure.rows, out.shape[3])
@@ -249,7 +249,7 @@ def synthesise(
 
 
 def mean_of(job: DecodeJob) -> NDArray[np.float32] | None:
-    """Return the means of a group's channels, [layer, K/V, head, dim]; None: the transform's."""
+    """Return the channel means of a group, [layer, K/V, head, dim]; None if they are the transform's."""
     shift, structure = job.mean, job.transform.structure
     if not isinstance(shift, Shift):
         return shift
@@ -263,8 +263,8 @@ def mean_of(job: DecodeJob) -> NDArray[np.float32] | None:
 def decode(job: DecodeJob, threads: int | None = None) -> None:
     """Decode a base and its enhancements into a cache, without the GIL.
 
-    Streams and stacks of layers take up to ``threads`` threads (None: this group's share of the cores), with equal
-    results. Needs little more memory than the smaller of one group and 128 tokens, in 16-bit numbers.
+    Decoding uses up to ``threads`` threads (None: this group's share of the cores). It takes little more memory than
+    128 tokens, or the group if smaller, in 16-bit numbers.
     """
     path = active_path()
     if len(job.models) > MAX_DEPTHS:
@@ -280,10 +280,10 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
-    """Decode groups in parallel, by default on all cores. Their tensors must not overlap.
+    """Decode groups in parallel, by default on all cores. Their output tensors must not overlap.
 
     Raises:
-        FormatError: one of them cannot be decoded; others may be.
+        FormatError: a group cannot be decoded; other groups may have been.
     """
     jobs = list(jobs)
     threads = min(len(jobs), threads or os.cpu_count() or 1)
@@ -302,14 +302,15 @@ def gather(
     rows: int,
     out: NDArray[np.uint8] | None,
 ) -> NDArray[np.int64]:
-    """Copy untrusted payloads of one depth to a buffer for a device, aligned to 16 bytes, without the GIL.
+    """Copy untrusted payloads of one depth to a device's staging buffer, aligned to 16 bytes, without the GIL.
 
-    ``tokens`` and ``groups`` have each group's tokens and number, ``rows`` is the depth's; ``out`` has
-    `gathered_places` bytes (None: only check). Raise `FormatError` if a payload does not hold the declared streams.
+    ``tokens`` and ``groups`` have each payload's number of tokens and group number. ``rows`` is the number of rows.
+    ``out`` has the size that `gathered_places` returns (None: only check). Raise `FormatError` if a payload does not
+    hold the streams that it declares.
 
     Returns:
-        [stream, 8]: its group's number; offsets in ``out`` of states, words and escapes, in units of 16 bits; numbers
-            of words and escapes; its number, and the number of streams.
+        [stream, 8]: group number; offsets in ``out`` of states, words and escapes, in units of 16 bits; numbers of
+        words and of escapes; the stream's number in its group; the group's number of streams.
     """
     numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
     threads = 1 if out is None else _copying_threads(out)
@@ -319,7 +320,7 @@ def gather(
 
 
 def copy(payloads: Sequence[bytes | memoryview], out: NDArray[np.uint8]) -> None:
-    """Copy payloads to `streams.gathered_places` of a buffer. Releases the GIL."""
+    """Copy payloads to a buffer, at the offsets of `streams.gathered_places`. Releases the GIL."""
     built(_kvcoder).copy(tuple(payloads), out, _copying_threads(out))
 
 

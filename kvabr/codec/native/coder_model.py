@@ -26,10 +26,10 @@ MAX_DELTA = 7
 MAX_NEAR = 8
 BUCKETS = 16
 _USUAL_ROWS = 2048
-"""Rows of a stream, of 128 tokens: few enough for thousands of streams, which a GPU decodes at once."""
+"""Usual number of rows of 128 tokens in a stream; a GPU decodes many streams at once."""
 _STREAM_BYTES = 8 + 4 * LANES
 _STREAM_SHARE = 0.0145
-"""Share of a group's expected bytes for all streams but one."""
+"""Maximum fraction of a group's expected bytes for the overhead of all additional streams."""
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 Index = NDArray[np.int16]
@@ -52,13 +52,14 @@ def derived(owner: object, key: Hashable, make: Callable[[], _T]) -> _T:
 class NearTables:
     """The tables for tokens with references in their tile (`kvabr.codec.native.references`).
 
-    The referenced token's value in the row, r, within -127 to 127, gives the context and the sign: without indices
-    below ``bucket[0, min(abs(r), 15)]`` and r's own; above an index b ``bucket[min(abs(b), 2), min(max(d, -8), 7) +
-    8]``, where ``d = r * sign - 3 * min(abs(b), 42)``, and b's sign, or r's if b is 0.
+    The referenced token's index in the row, r, clamped to -127 to 127, determines context and sign. For a base, the
+    context is ``bucket[0, min(abs(r), 15)]`` and the sign is that of r. For a layer, let b be the index below. The sign
+    is that of b, or of r if b is 0; the context is ``bucket[min(abs(b), 2), min(max(d, -8), 7) + 8]``, where ``d = r *
+    sign - 3 * min(abs(b), 42)``.
     """
 
     bucket: NDArray[np.uint8]
-    """[1, or 3 if the depth refines another, 16]: context."""
+    """Context numbers, [1, or 3 if the depth refines another, 16]."""
     freqs: NDArray[np.uint16]
 
 
@@ -66,25 +67,26 @@ class NearTables:
 class CoderModel:
     """The probability tables of one depth.
 
-    A row is one coefficient over the tokens of a group. Rows of a class share a table. A depth that refines another has
-    three tables per class, for indices below of magnitude 0, 1, and 2 or more.
+    A row is one coefficient of all tokens of a group. Rows of a class share a table. A depth that refines another has
+    three tables per class: for an index of magnitude 0, 1, or at least 2 at the depth below.
     """
 
     row_class: NDArray[np.uint8]
     radius: NDArray[np.uint8]
     """[class]: symbol s is index s - radius; symbol 2 radius + 1 is the escape."""
     freqs: NDArray[np.uint16]
-    """[class, context, symbol]: frequency out of 4,096; 0 if unused (the index is escaped), at least 1 for the escape.
+    """[class, context, symbol]: frequency in units of 1/4,096. It is 0 for unused symbols, which are escaped, and at
+    least 1 for the escape.
     """
     flag_freq: NDArray[np.uint16]
-    """[flag context, row]: probability, out of 4,096, of a nonzero index of the row in a tile. With three contexts, the
-    flag of the row below selects one of two flag contexts.
+    """[flag context, row]: probability, in units of 1/4,096, that a row of a tile has a nonzero index. A depth with
+    three contexts has two flag contexts, selected by the flag of the same row at the depth below.
     """
     delta: NDArray[np.uint8]
-    """[class]: offset of decoded indices from the middle of their interval towards zero, in units of step/16."""
+    """[class]: offset of decoded indices from the middle of their interval towards zero, in sixteenths of a step."""
     near: NearTables | None = None
     order: NDArray[np.uint32] = field(init=False)
-    """[row]: the coding order, class by class."""
+    """Rows in coding order, [row], class by class."""
 
     def __post_init__(self) -> None:
         keep(self, "row_class", np.uint8, -1)
@@ -126,38 +128,38 @@ class CoderModel:
 
     @property
     def rows(self) -> int:
-        """Coefficients per token."""
+        """Number of rows: coefficients per token."""
         return len(self.row_class)
 
     @property
     def classes(self) -> int:
-        """Tables, or triples of tables."""
+        """Number of classes."""
         return len(self.radius)
 
     @property
     def contexts(self) -> int:
-        """1, or 3 if it refines another depth."""
+        """Number of contexts: 1, or 3 if this depth refines another."""
         return int(self.freqs.shape[1])
 
     @property
     def refines(self) -> bool:
-        """True if coded conditionally on the depth below."""
+        """True if this depth is coded conditionally on the depth below."""
         return self.contexts == 3
 
 
 def max_streams(rows: int) -> int:
-    """Return the maximum number of streams: each has at least a whole run of rows."""
+    """Return the maximum streams; each has at least one whole run of rows."""
     return max(1, min(rows // LANES, 0xFFFF))
 
 
 def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
-    """Cut rows in coding order into streams, run by run, so that all have every class and neighbours share tables."""
+    """Deal runs of rows in coding order to streams, so that each stream has every class and neighbours share tables."""
     run = np.arange(len(order)) // LANES % streams
     return [order[run == stream] for stream in range(streams)]
 
 
 def usual_streams(model: CoderModel, tokens: int) -> int:
-    """Return the number of streams of a group: more shorten the longest, and take more bytes."""
+    """Return the default number of streams of a group. More streams are shorter, but take more bytes."""
     each = derived(model, "bytes", lambda: _expected_bytes(model))
     tiles = -(-tokens // TILE)
     affordable = 1 + int(_STREAM_SHARE * each * tokens / _STREAM_BYTES)
@@ -171,16 +173,16 @@ def _expected_bytes(model: CoderModel) -> float:
 
 
 def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:
-    """Return indices [row, token] as coefficients in units of step/16."""
+    """Convert indices [row, token] to coefficients in sixteenths of a step."""
     bounded = np.clip(index, -FARTHEST, FARTHEST).astype(np.int16)
     shift = model.delta[model.row_class].astype(np.int16)[:, None]
     return (FINE * bounded - np.sign(bounded) * shift).astype(np.int16)
 
 
 def frequencies(counts: NDArray[Any]) -> NDArray[np.uint16]:
-    """Turn histograms [..., symbol] of at most 2,048 symbols, the last one the escape, into tables.
+    """Convert histograms [..., symbol] of at most 2,048 symbols, the escape last, to frequency tables.
 
-    Tables are uint16 and sum to `TOTAL`. Seen symbols and the escape have at least 1, others 0, and none has all.
+    Tables are uint16 and sum to `TOTAL`. Symbols that occur, and the escape, have at least 1; others have 0.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, np.shape(counts)[-1])
     out = np.empty(flat.shape, dtype=np.uint16)
@@ -193,7 +195,7 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
     used = seen > 0
     used[-1] = True
     if used.sum() == 1:
-        used[(len(seen) - 1) // 2] = True  # nothing seen: most likely zeros
+        used[(len(seen) - 1) // 2] = True  # empty histogram: most likely all zeros
     share = np.where(used, np.maximum(seen, 1e-9), 0)
     exact = share / share.sum() * TOTAL
     table = np.where(used, np.clip(np.floor(exact), 1, TOTAL - 1), 0).astype(np.int64)
@@ -206,7 +208,7 @@ def _table(seen: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None) -> tuple[Index, Index | None]:
-    """Return int16, contiguous indices for coders; raise `FormatError` if they do not fit the model."""
+    """Return indices as contiguous int16 for the coder; raise `FormatError` if they do not fit the model."""
     _below_or_not(model, below)
     if index.ndim != 2 or index.shape[0] != model.rows or index.shape[1] < 1:
         raise FormatError(f"indices must have the shape [{model.rows}, tokens], got {index.shape}")
@@ -217,7 +219,7 @@ def check_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """See `kvabr.codec.quantiser.quantise`."""
+    """Parameters of a quantiser, see `kvabr.codec.quantiser.quantise`."""
 
     step: float
     dead: float
@@ -226,7 +228,7 @@ class Quantiser:
 def check_rows(
     model: CoderModel, rows: NDArray[np.float32], lower: Quantiser | None, keep: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Return coefficients for coders, and a mask: -1 for tokens to code; raise as `check_indices`."""
+    """Return coefficients for the coder, and a mask, -1 for tokens to code; raise like `check_indices`."""
     _below_or_not(model, lower)
     if rows.ndim != 2 or rows.shape[0] != model.rows or rows.shape[1] < 1 or keep.shape != rows.shape[1:]:
         raise FormatError(f"coefficients must have the shape [{model.rows}, tokens], got {rows.shape}")
@@ -234,7 +236,7 @@ def check_rows(
 
 
 def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> Index | None:
-    """Return the indices below for a decoder; raise as `check_indices`."""
+    """Return the indices below for a decoder; raise like `check_indices`."""
     _below_or_not(model, below)
     if tokens < 1:
         raise FormatError(f"a group must have at least 1 token, got {tokens}")
@@ -244,16 +246,16 @@ def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> I
 
 
 class Shift(NamedTuple):
-    """Difference of a group's channel means from the transform's, as coefficients."""
+    """Difference between a group's channel means and the transform's, as coefficients."""
 
     rows: NDArray[np.intp]
     amounts: NDArray[np.int16]
-    """[number]: in steps over `FINE`."""
+    """Coefficients in units of a step / `FINE`, [number]."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeJob:
-    """A base and its chain of enhancements, to be decoded into a cache in one call."""
+    """A base and its chain of enhancements, to decode into a cache in one call."""
 
     models: Sequence[CoderModel]
     """One model per depth, base first."""
@@ -261,13 +263,13 @@ class DecodeJob:
     """One payload per depth; untrusted."""
     transform: Transform
     step: float
-    """Step of the last depth."""
+    """Step of the last depth, in units of the norm."""
     first_token: int | None
-    """Position for rotating keys; None: not rotated."""
+    """Position of the first token, for rotating keys; None: not rotated."""
     out: torch.Tensor
-    """[layer, K/V, head, token, dim], any float dtype, any strides; partly written on error."""
+    """[layer, K/V, head, token, dim], any float dtype, any strides. An error may leave it partly written."""
     gains: tuple[float, ...] = ()
-    """See `Transform.scale`."""
+    """Factors of decoded elements, see `Transform.scale`."""
     references: References | None = None
     mean: NDArray[np.float32] | Shift | None = None
     """[layer, K/V, head, dim]: channel means of this group, or a `Shift`; None: the transform's."""
@@ -289,7 +291,7 @@ class DecodeJob:
 
 
 def check_cache(transform: Transform, cache: torch.Tensor) -> None:
-    """Raise `FormatError` unless a tensor can hold a cache of the transform's spec."""
+    """Raise `FormatError` if a tensor cannot hold a cache of the transform's spec."""
     wanted = transform.structure.coded.shape(cache.shape[3] if cache.ndim == 5 else 0)
     if tuple(cache.shape) != wanted or not cache.shape[3] or not cache.is_floating_point():
         raise FormatError(f"the cache must be floats of {wanted}, got {cache.dtype} of {tuple(cache.shape)}")

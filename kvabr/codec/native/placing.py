@@ -1,7 +1,8 @@
-"""Token-separable payloads into a cache by native code: each number is checked, converted and placed in one pass.
+"""Native decoding of token-separable payloads: each number is checked, converted and written in one pass.
 
-Torch does the same, to the bit, three to eight times slower, for other devices and element types, and without the
-extension. Caches are those of any layer class, [layer, K/V, head, token, dim] (`kvabr.types.kv.LayerClass.halves`).
+For other devices and element types, and without the extension, torch does the same three to eight times slower, with
+identical bits. Caches of any layer class are supported, [layer, K/V, head, token, dim]
+(`kvabr.types.kv.LayerClass.halves`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _E4M3 = 3
 _FORMS = {"Int8": 0, "Int4": 1, "FP4": 2}
 _VARIABLE = "KVABR_CODER"
-"""See `kvabr.codec.native.coder`; ``portable`` avoids AVX2."""
+"""Environment variable, see `kvabr.codec.native.coder`; ``portable`` avoids AVX2."""
 
 
 def places(out: torch.Tensor) -> bool:
-    """Return True if the functions below can write to ``out``, of any strides."""
+    """Return True if the functions below can write to ``out``; any strides are allowed."""
     there = out.device.type == "cpu" and out.layout == torch.strided
     return _kvplace is not None and there and out.dtype in _KINDS
 
 
 def cast(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> bool:
-    """Place 16-bit floats; saturate instead of overflowing.
+    """Copy 16-bit floats into ``out``; saturate instead of overflowing.
 
     Args:
         units: [token, byte] uint8, contiguous: the numbers of each token, [layer, K/V, head, dim].
@@ -39,14 +40,14 @@ def cast(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> bool:
         out: [layer, K/V, head, token, dim], see `places`.
 
     Returns:
-        True if all numbers are finite; otherwise ``out`` may be written partly.
+        True if all numbers are finite; if False, ``out`` may be partly written.
     """
     return _cast(units, _KINDS[dtype], None, out)
 
 
 def cast_scaled(units: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> bool:
-    """Place E4M3 numbers times the scales of their channels, finite, one per number of a token; see `cast`."""
-    # Read as half precision, E4M3 bits are 2^8 times too small.
+    """Copy E4M3 numbers times finite scales, one scale per number of a token; otherwise like `cast`."""
+    # Read as half precision, E4M3 bits give 1/256 of their value.
     return _cast(units, _E4M3, (scale.float() * 256).contiguous(), out)
 
 
@@ -67,7 +68,7 @@ def dequantise(
     head: torch.Tensor | None = None,
     blocks: int = 0,
 ) -> bool:
-    """Dequantise and place a run of units of `kvabr.codec.affine` or `kvabr.codec.fp4`.
+    """Dequantise a run of units of `kvabr.codec.affine` or `kvabr.codec.fp4` into ``out``.
 
     Args:
         units: [unit, byte] uint8, contiguous.
@@ -75,11 +76,11 @@ def dequantise(
         tokens: tokens per unit.
         keys: dims of a key, see `kvabr.types.kv.LayerClass.split`.
         out: [layer, K/V, head, token, dim], see `places`.
-        head: for integers, offsets and then scales of the keys, each [layer, head, dim]; finite.
-        blocks: for integers, blocks of heads that share a value scale.
+        head: for Int8 and Int4: offsets, then scales, of the keys, each [layer, head, dim], finite.
+        blocks: for Int8 and Int4: number of blocks of heads; a block shares a value scale.
 
     Returns:
-        True if all offsets and scales of the values are finite; otherwise ``out`` may be written partly.
+        True if all offsets and scales of the values are finite; if False, ``out`` may be partly written.
     """
     source, numbers = units.contiguous(), None if head is None else head.float().contiguous()
     good: bool = _kvplace.dequantise(

@@ -1,12 +1,12 @@
-"""References between tokens of a group, chosen by the encoder and sent in the payload, like a video's motion vectors.
+"""References between tokens of a group, chosen by the encoder and sent in the payload like motion vectors.
 
-A tile of more than 64 tokens takes two steps of the coder per row. Each token of the second step refers to one of the
-first: that token's index in the same row selects table and sign. The places of a tile are its tokens of the first step,
-then those of the second, both ascending.
+A tile of more than 64 tokens takes two steps of the coder per row. Each token of the second step refers to a token of
+the first step. The referenced token's index in the same row selects table and sign. The coding order lists the tokens
+of the first step, then those of the second, both ascending; a place is an index in this order.
 
-    for each tile of more than 64 tokens: a bit for each token, set in the second step | lane 1 of each of these
+    for each tile of more than 64 tokens: a bit per token, 1 for the second step | lane 1 for each of these tokens
 
-Bits fill bytes from the lowest, with zeros at the end. A lane is a place of the first step.
+Bits fill bytes from the lowest bit, padded with zeros. A lane is a place in the first step.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class References:
     place: NDArray[np.uint8]
     """[place]: token offset in the tile."""
     lane: NDArray[np.uint8]
-    """[place]: referenced place of the tile; 0 in the first step."""
+    """Place of the referenced token in the tile, [place]; 0 in the first step."""
 
     @property
     def order(self) -> NDArray[np.intp]:
-        """Return the token at each place, [place]."""
+        """Tokens of the group in coding order, [place]."""
         return self.place + np.arange(len(self.place)) // TILE * TILE
 
 
 def tiles(tokens: int) -> list[slice]:
-    """Return a group's tiles that take two steps."""
+    """Return the tiles of a group that take two steps."""
     every = (slice(first, min(tokens, first + TILE)) for first in range(0, tokens, TILE))
     return [tile for tile in every if tile.stop - tile.start > LANES]
 
 
 def join_references(parts: dict[int, tuple[NDArray[np.bool_], NDArray[np.intp]]], tokens: int) -> References:
-    """Build references from parts by the first token of their tile; other tiles get neutral ones.
+    """Build a group's references from those of tiles, by each tile's first token; other tiles get neutral ones.
 
-    A part has two arrays by token of the tile: True for the second step, and the referenced token.
+    Each tile has two arrays by token: True for the second step, and the referenced token.
     """
     place = (np.arange(tokens) % TILE).astype(np.uint8)
     lane = np.zeros(tokens, np.uint8)
@@ -70,12 +70,12 @@ def pack_references(references: References) -> bytes:
 
 
 def references_size(tokens: int) -> int:
-    """Return the bytes of `pack_references` for a group."""
+    """Return the size of `pack_references` for a group, in bytes."""
     return sum(-(-(tile.stop - tile.start) // 8) + tile.stop - tile.start - LANES for tile in tiles(tokens))
 
 
 def read_references(data: bytes | memoryview, tokens: int) -> References:
-    """Parse untrusted references of a group; raise `FormatError`."""
+    """Parse untrusted references of a group; raise `FormatError` if malformed."""
     bad = FormatError("references of tokens that no encoder writes; the payload is corrupt")
     numbers = np.frombuffer(data, np.uint8)
     if len(numbers) != references_size(tokens):

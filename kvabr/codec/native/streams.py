@@ -4,15 +4,15 @@
 
 or n streams, decoded independently,
 
-    n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
+    n + 0xFFFF0000 4 | per stream: words 4 | escapes 4 | per stream: 64 states 4 | words 2 ... | escapes 2 ...
 
-In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each (the last may be shorter), and at least one
-whole run. So all streams are about as long, and neighbours in one share tables.
+Rows in coding order are cut into runs of 64; the last run may be shorter. Stream s has the runs s, s + n, s + 2n ...,
+at least one of them whole. So all streams have about the same length, and neighbouring rows of a stream share tables.
 
-The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) with 32-bit states, 12-bit probabilities
-and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes with a state
-below 2^16 take one word each, in order. A tile of 128 tokens starts with the flags of all rows in coding order, 64 per
-step; then, row by row, the indices of the flagged rows, 64 tokens per step. With references
+The words are those of 64 interleaved rANS coders, called lanes (Duda, 2013; Giesen, 2014), with 32-bit states, 12-bit
+probabilities and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on. Then each lane
+with a state below 2^16 takes one word, in order. A tile of 128 tokens starts with the flags of all rows in coding
+order, 64 per step. The indices of the flagged rows follow, row by row, 64 tokens per step. With references
 (`kvabr.codec.native.references`) the tokens of a tile are in another order, and tokens of the second step use other
 tables, selected by the referenced tokens (`NearTables`). Escaped indices follow at the end. States start (for the
 decoder: end) at 2^16.
@@ -30,18 +30,18 @@ from numpy.typing import NDArray
 from kvabr.codec.native.references import LANES
 
 STREAMED = 0xFFFF0000
-"""Added to the number of streams before a directory."""
+"""Added to the number of streams in the first field of a directory."""
 _NUMBER = struct.Struct("<I")
 _ALIGN = 16
 
 
 def has_streams(data: bytes | memoryview) -> bool:
-    """Return True for a payload in several streams."""
+    """Return True if a payload has several streams."""
     return memoryview(data).nbytes >= _NUMBER.size and bool(_NUMBER.unpack_from(data)[0] >= STREAMED)
 
 
 def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the bytes before the streams in payloads, [group, byte], from words and escapes, [group, stream, 2]."""
+    """Return the headers before the streams, [group, byte]; ``counts`` are words and escapes, [group, stream, 2]."""
     groups, streams = counts.shape[:2]
     numbers = counts.reshape(groups, -1)
     if streams > 1:
@@ -50,7 +50,7 @@ def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
-    """Return the rows per stream; see `cut`."""
+    """Return the number of rows of each stream; see `cut`."""
     runs, rest = divmod(rows, LANES)
     out = np.full(streams, LANES * (runs // streams))
     out[: runs % streams] += LANES
@@ -59,6 +59,6 @@ def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
 
 
 def gathered_places(payloads: Sequence[bytes | memoryview]) -> list[int]:
-    """Return the places of `coder.gather` for payloads, then the total size."""
+    """Return each payload's offset in the buffer of `coder.gather`, then the total size, in bytes."""
     sizes = (-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
     return list(accumulate(sizes, initial=0))

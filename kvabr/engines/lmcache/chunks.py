@@ -20,7 +20,9 @@ from kvabr.types.kv import KVSpec
 
 _OWN_KEYS = ("module_path", "class_name")
 _DCP = "##lmcache-dcp-layout"
-"""Start of a suffix of a daemon's model name, if ranks of decode context parallelism hold parts of a chunk."""
+"""Start of a suffix that a daemon adds to the model's name if ranks of decode context parallelism hold parts of a
+chunk.
+"""
 _MAX_PLACES = 1 << 16
 _AMBIGUOUS = -1
 ChunkHash = int | bytes
@@ -28,7 +30,7 @@ ChunkHash = int | bytes
 
 
 def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
-    """Return the settings of a plug-in listed as ``plugin``; see `KeyedSettings.read`."""
+    """Return the settings of a plug-in, listed as ``plugin``; see `KeyedSettings.read`."""
     prefix = f"remote_storage_plugin.{plugin}."
     given = {key.removeprefix(prefix): value for key, value in (extra_config or {}).items() if key.startswith(prefix)}
     for key in _OWN_KEYS:
@@ -37,9 +39,9 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
-    """Return the spec of chunks: (layers, 2, tokens, heads of one rank, dim); MLA: (layers, 1, tokens, 1, dim).
+    """Return the spec of chunks with shape (layers, 2, tokens, heads of one rank, dim), or 1 instead of 2 for MLA.
 
-    FP8 is not supported.
+    MLA has 1 in place of the heads, too. FP8 is not supported.
     """
     layers, halves, _, heads, dim = shape
     if halves == 1 and heads == 1:
@@ -54,8 +56,8 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
 def name_of(settings: KeyedSettings, metadata: Any) -> str:
     """Return the model's name for its chunks, given an ``LMCacheMetadata``; errors as `chunk_store.named`.
 
-    With several workers the name includes the shape, since LMCache does not report whether they share layers or heads;
-    for MLA always: one rank publishes for all.
+    With several workers the name includes the shape, since LMCache does not report whether they split layers or heads.
+    For MLA it always does, since one rank publishes for all.
     """
     given = str(metadata.model_name)
     layers, halves, _, heads, dim = metadata.kv_shape
@@ -72,12 +74,12 @@ class ObjectLayout:
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> ObjectLayout:
-        """Return the layout for LMCache's lists."""
+        """Return the layout for LMCache's lists of shapes and types."""
         return cls(tuple(map(tuple, shapes)), tuple(dtypes))
 
     @property
     def tokens(self) -> int:
-        """Tokens of an object with one kind of layers."""
+        """Number of tokens of an object with one kind of layers."""
         return self.shapes[0][-2]
 
     @property
@@ -87,9 +89,10 @@ class ObjectLayout:
 
 
 def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -> KVSpec:
-    """Return the spec of a daemon's objects, with the shapes of `as_kv`; ``heads`` returns the dimensions of a head.
+    """Return the spec of a daemon's objects, which have the shapes of `as_kv`.
 
-    Raise `FormatError` for several kinds of layers, and as `spec_of`.
+    ``heads`` maps the total width to the dimensions of a head. Raise `FormatError` for several kinds of layers, and
+    like `spec_of`.
     """
     if len(layout.shapes) != 1:
         raise FormatError(f"an object must have one kind of layers, got {len(layout.shapes)}")
@@ -124,10 +127,10 @@ def chunk_key(key: Any) -> str:
 
 
 def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of a chunk in LMCache's.
+    """Return a view of LMCache's chunk in kvabr's layout, [layer, K/V, head, token, dim].
 
-    That is [K/V, layer, token, head x dim] (KV_2LTD); for MLA [1, layer, token, dim], in daemons also [layer, token,
-    dim]. Raise `FormatError` for another shape.
+    LMCache's layout is [K/V, layer, token, head x dim] (KV_2LTD), for MLA [1, layer, token, dim], and in daemons also
+    [layer, token, dim]. Raise `FormatError` for another shape.
     """
     only = spec.only
     sides, width = (1, sum(only.split)) if only.kind == "latent" else (2, spec.kv_heads * spec.head_dim)
@@ -148,19 +151,19 @@ class Places:
         self._lock = threading.Lock()
 
     def note(self, chunk_hash: ChunkHash, first: int) -> None:
-        """Record where a chunk begins; a hash at two positions has none."""
+        """Record where a chunk begins. A hash recorded at two positions becomes ambiguous."""
         with self._lock:
             known = self._first.get(chunk_hash, first)
             self._first[chunk_hash] = first if known == first else _AMBIGUOUS
 
     def at(self, chunk_hash: ChunkHash) -> int | None:
-        """Return the position of a chunk's first token, if known."""
+        """Return the position of a chunk's first token; None if unknown or ambiguous."""
         with self._lock:
             first: int = self._first.get(chunk_hash, _AMBIGUOUS)
         return None if first == _AMBIGUOUS else first
 
     def possible(self, chunk_hash: ChunkHash) -> range | None:
-        """Return a chunk's possible positions for `ChunkStore.find`: one, none if ambiguous, or None if unknown."""
+        """Return a chunk's possible positions for `ChunkStore.find`: one; empty if ambiguous; None if unknown."""
         with self._lock:
             first = self._first.get(chunk_hash)
         if first is None:
@@ -168,7 +171,7 @@ class Places:
         return range(0) if first == _AMBIGUOUS else range(first, first + 1)
 
     def watch(self, database: type[Any]) -> None:
-        """Record all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on."""
+        """From now on, record all chunks cut by objects of this class, such as LMCache's `ChunkedTokenDatabase`."""
         made: Callable[..., Iterable[Any]] = database.process_tokens
         if getattr(made, "kvabr_places", None) is self:
             return
@@ -182,9 +185,9 @@ class Places:
         database.process_tokens = process_tokens
 
     def watch_hasher(self, hasher: type[Any]) -> None:
-        """Record all chunks that objects of a class like the daemon's `TokenHasher` hash from now on.
+        """From now on, record all chunks hashed by objects of this class, which is like the daemon's `TokenHasher`.
 
-        ``hash_tokens(tokens, prefix_hash)`` hashes a chunk after another, or after ``none_hash``.
+        ``hash_tokens(tokens, prefix_hash)`` hashes a chunk that follows another chunk, or ``none_hash`` for the first.
         """
         made: Callable[..., Any] = hasher.hash_tokens
         if getattr(made, "kvabr_places", None) is self:
@@ -210,4 +213,4 @@ class Places:
 
 
 PLACES = Places()
-"""Shared by all engines in this process."""
+"""Positions shared by all engines in this process."""

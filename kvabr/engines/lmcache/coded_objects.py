@@ -1,14 +1,15 @@
-"""Objects of LMCache's daemon in a coded form of fixed length: kvabr's codecs for LMCache's own stores.
+"""Objects of LMCache's daemon, coded to a fixed length: kvabr's codecs for LMCache's own stores.
 
-LMCache reads objects of known size. So each object has the size of a track of constant rate, or a configured share of
-its own, filled with layers of the AC codec: bases first, and each layer for all groups or none.
+LMCache reads objects of known size. So each coded object has the size that a track of constant rate would have, or a
+configured fraction of the object's size in memory. With the AC codec it is filled with layers: bases first, and each
+layer for all groups or none.
 
     magic 4 | version 1 | kind 1 | frames 2 | position 8 | dims of a head 4 | CRC-32 of all before 4 | frames, each
     after its length 4 | zeros
 
-Numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`. Objects without suitable tracks
-have one frame, their bytes with a CRC-32. Checksums cover the object's name, or frames its digest, so objects and
-profiles cannot be confused. Needs no LMCache.
+Numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`. An object without suitable tracks
+has one frame with its bytes and a CRC-32. Checksums cover the object's name, and frames contain its digest, so objects
+and profiles cannot be confused. Does not need LMCache.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _HEAD, _CRC, _LENGTH = struct.Struct("<4sBBHQI"), struct.Struct("<I"), struct.St
 _TRACKS, _BYTES = 1, 2
 _UNKNOWN_POSITION = (1 << 64) - 1
 _MODEL = "object"
-"""Name of the model in frames; the store's keys have the real one."""
+"""Model name in frames; the store's keys have the real name."""
 _PROBE = KVSpec.uniform(_MODEL, "lmcache", 1, 1, 64, "float16")
 
 
@@ -76,10 +77,10 @@ class _Head:
 
 
 class ObjectCoder:
-    """Codes objects; thread-safe."""
+    """Encodes and decodes objects; thread-safe."""
 
     def __init__(self, settings: SerdeSettings) -> None:
-        """Raise `UsageError` for a wrong track, or an error of the profile's file."""
+        """Raise `UsageError` for a wrong track, or an error if the profile's file is unusable."""
         self._layers = settings.track == "layers" or (settings.track is None and settings.profile is not None)
         self._plain = settings.fallback if self._layers else settings.track or "Int8"
         self._share, self._trouble = settings.share, TroubleLog(LOG)
@@ -102,8 +103,8 @@ class ObjectCoder:
     ) -> bytes:
         """Return a coded object of `size` bytes.
 
-        ``chunk`` is ``data`` as a tensor, if it is one, see `as_kv`; an unknown ``position`` of its first token
-        excludes layers.
+        ``chunk`` is ``data`` as a tensor, or None if it is not one, see `as_kv`. Layers are used only if ``position``,
+        that of the first token, is known.
 
         Raises:
             NotFiniteError: NaN or infinity; LMCache does not store the object.
@@ -139,7 +140,7 @@ class ObjectCoder:
     def decode(
         self, name: str, layout: ObjectLayout, coded: memoryview, data: memoryview, chunk: torch.Tensor | None
     ) -> None:
-        """Decode an untrusted object to ``data``, or its tensor ``chunk``.
+        """Decode an untrusted object into ``data``, or into its tensor ``chunk``.
 
         Raise `FormatError` if it is damaged or of another layout, `ForeignError` if it is another object.
         """
@@ -170,7 +171,7 @@ class ObjectCoder:
             decode_payload(below.pop(), tracks[len(stack) - 1], context, group, part, below)
 
     def _planned(self, layout: ObjectLayout, head_dim: int | None) -> _Plan | None:
-        """Return the coding of a layout (None: plain bytes), with the ``head_dim`` of an existing object."""
+        """Return how to code a layout (None: as plain bytes), given the ``head_dim`` of an existing object, if any."""
         try:
             spec = object_spec(_MODEL, layout, lambda width: head_dim or head_dim_of(_MODEL, width, self._engine))
         except FormatError:
@@ -193,7 +194,7 @@ class ObjectCoder:
 
 
 def _layers_within(limit: int, name: str, groups: Sequence[tuple[GroupContext, torch.Tensor]]) -> list[bytes]:
-    """Return the frames of all layers that fit, base first, each for all groups."""
+    """Return the frames of all layers that fit into ``limit`` bytes, base first; each layer has all groups."""
     frames: list[bytes] = []
     payloads: list[list[bytes]] = [[] for _ in groups]
     for track in LAYERS:

@@ -1,4 +1,4 @@
-"""The plug-in that LMCache loads: `KvabrAdapter`, which makes a `ChunkConnector`.
+"""The plug-in that LMCache loads: `KvabrAdapter`, which creates a `ChunkConnector`.
 
 The client runs on LMCache's event loop. Late chunks are misses.
 """
@@ -40,12 +40,12 @@ class KvabrAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is not th
         ADAPTER.check()
 
     def can_parse(self, url: str) -> bool:
-        """Return True for ``kvabr://HOST:PORT/``, or the URL of a plug-in ``kvabr`` or ``kvabr.NAME``."""
+        """Return True for ``kvabr://HOST:PORT/``, or the URL of a plug-in named ``kvabr`` or ``kvabr.NAME``."""
         plugin = url.removeprefix("plugin://")
         return url.startswith(self.schema) or (plugin != url and extract_plugin_type(plugin) == "kvabr")
 
     def create_connector(self, context: ConnectorContext) -> ChunkConnector:
-        """Make the connector; raise `IrrecoverableException` for a wrong configuration (LMCache continues)."""
+        """Create the connector; raise `IrrecoverableException`, which LMCache handles, for a wrong configuration."""
         config, metadata = context.config, context.metadata
         if config is None or metadata is None:
             raise IrrecoverableException("kvabr: LMCache passed no configuration, or no metadata")
@@ -70,7 +70,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         config: LMCacheEngineConfig,
         metadata: LMCacheMetadata,
     ) -> None:
-        """Prepare without dialling; LMCache allocates chunks in ``memory``."""
+        """Prepare without connecting; LMCache allocates chunks in ``memory``."""
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException(
@@ -90,12 +90,12 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             settings,
             "a chunk of LMCache",
             max_tokens=chunk_tokens,
-            # LMCache always copies as many tokens as a full chunk has.
+            # LMCache always copies a full chunk.
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
             unplaced="the position of a chunk is not known: LMCache did not cut it from a prompt's tokens here",
         )
         if self._store.publisher is not None:
-            # LMCache frees the chunks' memory before it closes this storage, which may still be encoding them.
+            # LMCache frees the chunks' memory before it closes this connector, which may still be encoding them.
             memory.close = partial(_close_both, self._store.publisher.close, memory.close)
         self.metrics = self._store.client.metrics
         self._put: dict[str, None] = {}
@@ -105,7 +105,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return await self._store.find(chunk_key(key), PLACES.possible(key.chunk_hash)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
-        """As `exists`, for other threads than the event loop's."""
+        """Return `exists`; call it from any thread but the event loop's."""
         return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
@@ -113,7 +113,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """Return the number of leading chunks to fetch; not for the event loop's thread."""
+        """Return the number of leading chunks to fetch; do not call it on the event loop's thread."""
         leading = self._store.leading(
             [chunk_key(key) for key in keys], [PLACES.possible(key.chunk_hash) for key in keys]
         )
@@ -172,7 +172,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             raise
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        """Play many chunks; return those before the first missing one."""
+        """Play many chunks; return those before the first missing chunk."""
         del lookup_id
         chunks = await self.batched_get(keys)
         came = list(itertools.takewhile(lambda chunk: chunk is not None, chunks))
@@ -182,7 +182,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return came
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
-        """Publish a chunk and wait, unless it exists already or the queue is full."""
+        """Publish a chunk and wait for it; skip it if it exists already or the queue is full."""
         chunk = memory_obj.tensor
         if chunk is None:
             return
@@ -201,7 +201,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return [*self._put]
 
     def support_ping(self) -> bool:
-        """Return True with an origin to ping."""
+        """Return True if there is an origin to ping."""
         return self._settings.url is not None
 
     async def ping(self) -> int:
@@ -209,12 +209,12 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return 0 if await self._store.answers() else 1
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
-        """Remove nothing: ``publish_mib`` limits published caches."""
+        """Return False; chunks are never removed here: ``publish_mib`` limits published caches."""
         del key
         return False
 
     async def close(self) -> None:
-        """End all plays, and publish waiting chunks."""
+        """End all plays and publish the waiting chunks."""
         await self._store.close()
 
 

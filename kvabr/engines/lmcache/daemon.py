@@ -1,7 +1,7 @@
 """The adapter for LMCache's daemon, next to its own stores: `KvabrL2`.
 
-The daemon calls from its threads, and polls descriptors for results. Everything runs on one event loop in a separate
-thread, within the settings' time limits: late answers and objects are misses.
+The daemon calls methods from its threads, and polls descriptors for results. All work runs on one event loop in a
+separate thread, within the time limits of the settings. Late answers and objects count as misses.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _R = TypeVar("_R")
 
 
 class CompletedTasks(Generic[_R]):
-    """Results of tasks by number, with a descriptor that signals new ones. Thread-safe."""
+    """Results of tasks by number, with a descriptor that signals new results. Thread-safe."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._results: dict[int, _R] = {}
         self._lock, self.notifier = lock, create_event_notifier()
 
     def add(self, task: int, result: _R) -> None:
-        """Add a result, and wake the daemon."""
+        """Add a result, and wake the daemon through the descriptor."""
         with self._lock:
             self._results[task] = result
         self.notifier.notify()
 
     def pop(self, task: int) -> _R | None:
-        """Return the result of a task, once, if there is one."""
+        """Remove and return the result of a task; None if there is none."""
         with self._lock:
             return self._results.pop(task, None)
 
     def pop_all(self) -> dict[int, _R]:
-        """Return all new results."""
+        """Remove and return all results."""
         with self._lock:
             results, self._results = self._results, {}
         return results
@@ -83,7 +83,7 @@ class KindStore:
 
     store: ChunkStore
     slots: asyncio.Semaphore
-    """Limits waiting publications: LMCache stores a whole prompt at once."""
+    """Limits the number of waiting publications: LMCache stores a whole prompt at once."""
 
 
 class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there when types are checked
@@ -132,34 +132,34 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return int(self._loaded.notifier.fileno())
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begin to publish objects, which keep their memory meanwhile; without ``publish`` succeed."""
+        """Start to publish objects, which keep their memory until then; without ``publish``, report success."""
         _check_pairs(keys, objects)
         return self._submit(self._stored, L2StoreResult(False, 0), lambda: self._store(keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """Return finished store tasks; they succeed if all objects are published, now or before."""
+        """Return finished store tasks. A task succeeds if all its objects are published, now or before."""
         return self._stored.pop_all()
 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Begin to look up objects, without locks: objects that disappear later are misses."""
+        """Start to look up objects. There are no locks: objects that disappear later are misses."""
         return self._submit(self._looked_up, Bitmap(len(keys)), lambda: self._look_up(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Return, once, the objects to load after a lookup; None while it runs."""
+        """Return the objects to load after a lookup, once; None while it runs."""
         return self._looked_up.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Do nothing: there are no locks."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begin to play objects into memory, which is untouched after the task."""
+        """Start to play objects into memory. After the task ends, the memory is not touched."""
         _check_pairs(keys, objects)
         return self._submit(self._loaded, Bitmap(len(keys)), lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Return, once, the completely loaded objects; None while the load runs."""
+        """Return the completely loaded objects, once; None while the load runs."""
         return self._loaded.pop(task_id)
 
     def report_status(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         }
 
     def close(self) -> None:
-        """Publish waiting objects, and end after running loads, which write to LMCache's memory."""
+        """Publish waiting objects, and wait for running loads, which write to LMCache's memory."""
         with self._lock:
             if self._closing:
                 return
@@ -240,7 +240,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return KindStore(store, asyncio.Semaphore(settings.queue))
 
     async def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
-        if self._settings.publish is None:  # a failure would be a warning in LMCache's log for each prompt
+        if self._settings.publish is None:  # LMCache would log a warning for each prompt if this failed
             return L2StoreResult(True, 0)
         sizes = await self._all(None, map(self._store_one, keys, objects))
         new = [(key, size) for key, size in zip(keys, sizes, strict=True) if size]
@@ -249,7 +249,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return L2StoreResult(None not in sizes, sum(size for _, size in new))
 
     async def _store_one(self, key: ObjectKey, held: MemoryObj) -> int | None:
-        """Publish an object; return its bytes, 0 if published before, None if not published."""
+        """Publish an object; return its bytes, 0 if it was published before, None if it failed."""
         if (kind := await self._kind(_kind_of(key, held))) is None:
             return None
         kv = as_kv(_tensor(held), kind.store.spec)
@@ -259,7 +259,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
 
     async def _look_up(self, keys: Sequence[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
         found = Bitmap(len(keys))
-        # Chunks of a prompt in order, by rank and group of layers.
+        # Group the chunks of a prompt, in order, by rank and group of layers.
         rows = [list(row) for _, row in groupby(range(len(keys)), lambda place: replace(keys[place], chunk_hash=b""))]
         offered = await self._all([], (self._offered([keys[place] for place in row], layouts) for row in rows))
         for row, there in zip(rows, offered, strict=True):
@@ -300,7 +300,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return wrong is None
 
     async def _all(self, failed: _R, works: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
-        """Run all to the end; return ``failed`` for each failure."""
+        """Run all coroutines to the end; return ``failed`` in place of each that fails."""
         results = await asyncio.gather(*works, return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):

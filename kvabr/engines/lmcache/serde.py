@@ -1,6 +1,7 @@
 """LMCache's serde ``kvabr``: kvabr's codecs for objects in the daemon's own stores, such as a folder or Redis.
 
-Importing this module registers it. A daemon imports only kvabr's adapters, so `CodedL2` wraps any adapter of LMCache.
+Importing this module registers the serde. A daemon imports only the modules of configured adapters, so configure
+`CodedL2`, which wraps any adapter of LMCache.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ NAME = "kvabr"
 
 
 class ObjectSerde(Serializer, Deserializer):  # type: ignore[misc]  # LMCache is not there when types are checked
-    """`ObjectCoder` with LMCache's interface."""
+    """LMCache's interface to `ObjectCoder`."""
 
     def __init__(self, coder: ObjectCoder) -> None:
         self._coder = coder
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Code ``src`` into the bytes ``dst``, and return their number."""
+        """Encode ``src`` into the bytes ``dst``; return the number of bytes."""
         layout, position = _layout_of(src), PLACES.at(key.chunk_hash)
         coded = self._coder.encode(_name_of(key, layout), layout, _bytes_of(src), _chunk_of(src, layout), position)
         _bytes_of(dst)[: len(coded)] = coded
         return len(coded)
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Return the bytes of a coded object."""
+        """Return the size of a coded object in bytes."""
         return self._coder.size(ObjectLayout.of(layout_desc.shapes, layout_desc.dtypes))
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
@@ -48,10 +49,10 @@ class ObjectSerde(Serializer, Deserializer):  # type: ignore[misc]  # LMCache is
 
 
 class CodedL2(L2AdapterInterface):  # type: ignore[misc]
-    """The class for ``--l2-adapter`` that adds the serde ``kvabr`` to an adapter of LMCache."""
+    """The class for ``--l2-adapter`` that adds the serde ``kvabr`` to another adapter of LMCache."""
 
     def __new__(cls, adapter_params: dict[str, Any], l1_memory_desc: object = None) -> L2AdapterInterface:
-        """Return LMCache's adapter for ``adapter_params``."""
+        """Return the adapter of LMCache that ``adapter_params`` describe."""
         kind = adapter_params.get("type")
         if not isinstance(kind, str):
             raise UsageError(

@@ -1,7 +1,7 @@
 """Messages between two processes of one user: pickled objects and open files, over a Unix socket.
 
-Bytes are in shared memory (`regions`). Profiles and catalogs are sent once, and then named by digest; `LackingError` is
-raised for a catalog that the receiver has dropped.
+Bytes of groups are in shared memory (`regions`). Profiles and catalogs are sent once, and later referred to by digest;
+`LackingError` is raised for a catalog that the receiver has dropped.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, PlayError
 
 _HEAD = struct.Struct("=QB")
-"""Bytes of the following message, and number of its files."""
+"""Header of a message: its size in bytes, and the number of its files."""
 _MAX_BYTES = 1 << 30
 _READ_BYTES = 256 << 10
 _MAX_FILES = 8
 _NO_BYTES = memoryview(b"")
 _MAX_CATALOG_BYTES = 16 << 20
-"""Limit of kept catalogs per direction, pickled: two for a million tokens, or hundreds for 8,192. A larger one is kept
-alone. Objects need two to three times as much.
+"""Limit of cached catalogs per direction, in pickled bytes: two catalogs for a million tokens, or hundreds for 8,192. A
+larger catalog is cached alone.
 """
 _BYTES, _PROFILE, _CATALOG = 0, 1, 2
 _CREDENTIALS = struct.Struct("=iii")
-"""Process, user and group of the other end of a socket on Linux."""
+"""Process, user and group id of the other end of a socket on Linux."""
 
 
 class ChannelMessage(NamedTuple):
@@ -46,7 +46,7 @@ class ChannelMessage(NamedTuple):
 
 
 class LackingError(FormatError):
-    """A message names a catalog that is no longer kept."""
+    """A message refers to a catalog that is no longer cached."""
 
     def __init__(self, message: Any) -> None:
         super().__init__("a catalog is no longer kept")
@@ -54,14 +54,14 @@ class LackingError(FormatError):
 
 
 class ProcessChannel:
-    """One end of a connection, for the event loop's thread."""
+    """One end of a connection. Use it on the event loop's thread."""
 
     def __init__(
         self, link: socket.socket, received: Callable[[ChannelMessage], None], lost: Callable[[Exception], None]
     ) -> None:
         """Take over a connected socket; raise `ConnectionLostError` for a process of another user.
 
-        ``received`` takes each message; ``lost`` is called once if the connection ends other than by `close`.
+        ``received`` receives each message; ``lost`` once if the connection ends other than by `close`.
         """
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
@@ -86,10 +86,11 @@ class ProcessChannel:
         file: int | None = None,
         theirs: bool = False,
     ) -> None:
-        """Send an object; do nothing after the end of the connection.
+        """Send an object; do nothing if the connection has ended.
 
-        ``places`` are offset and bytes in shared memory of the message's views, by their ids. ``file`` is sent along,
-        and may be closed afterwards. ``theirs``: name catalogs from the other end, although it may have dropped them.
+        ``places`` has the offset and size, in shared memory, of each view in the message, by the view's `id`. ``file``
+        is sent along, and may be closed afterwards. With ``theirs``, catalogs that the other end has sent are referred
+        to by digest, although it may have dropped them.
         """
         if not self._open:
             return
@@ -97,7 +98,7 @@ class ProcessChannel:
         out.write(bytes(_HEAD.size))
         pickler = _Pickler(out, places, set(self._sent_profiles), self._sent, self._got if theirs else _Catalogs())
         pickler.dump(message)
-        self._sent_profiles = pickler.profiles  # unless it could not be pickled
+        self._sent_profiles = pickler.profiles  # only after pickling has succeeded
         self._sent.use(pickler.used)
         data = out.getbuffer()
         _HEAD.pack_into(data, 0, len(data) - _HEAD.size, file is not None)
@@ -107,11 +108,11 @@ class ProcessChannel:
             self._write()
 
     def read(self, message: ChannelMessage, shared: memoryview = _NO_BYTES) -> Any:
-        """Return the object of a message with views of ``shared``. Read messages in order.
+        """Return the object of a message, with views of ``shared``. Messages must be read in order.
 
         Raises:
-            LackingError: it names a catalog that this end has dropped.
-            FormatError: it is not from this version of kvabr.
+            LackingError: the message refers to a catalog that this end has dropped.
+            FormatError: the message is not from this version of kvabr.
         """
         unpickler = _Unpickler(message.data, shared, self._profiles, self._got, self._sent)
         try:
@@ -192,11 +193,11 @@ class ProcessChannel:
 
 
 class _Catalogs:
-    """Catalogs sent by one end and received by the other; equal at both, as messages stay in order."""
+    """Catalogs sent in one direction. Both ends have the same ones, as messages stay in order."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Catalog, int]] = OrderedDict()
-        """Catalogs with their pickled sizes; least recently used first."""
+        """Catalogs with their pickled sizes, least recently used first."""
         self._nbytes = 0
 
     def __contains__(self, digest: str) -> bool:
@@ -206,7 +207,7 @@ class _Catalogs:
         return self._kept[digest][0] if digest in self._kept else None
 
     def use(self, used: Mapping[str, tuple[Catalog, int]]) -> None:
-        """Keep a message's catalogs, and only then drop others, which it may also name."""
+        """Add a message's catalogs, and drop old ones only afterwards, since the message may refer to those."""
         for digest, (catalog, nbytes) in used.items():
             if digest not in self._kept:
                 self._kept[digest] = catalog, nbytes
@@ -287,7 +288,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _catalog(self, digest: str, data: bytes | None) -> Catalog | None:
         if data is not None:
-            self.used[digest] = pickle.loads(data), len(data)  # noqa: S301  # as all that comes
+            self.used[digest] = pickle.loads(data), len(data)  # noqa: S301  # like all messages
         elif (found := self._got.get(digest)) is not None:
             self.used.setdefault(digest, (found, 0))
         elif digest not in self.used:

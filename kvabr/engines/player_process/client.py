@@ -1,4 +1,4 @@
-"""`RemoteClient`: an engine's client with plays in a player process."""
+"""`RemoteClient`: an engine's client that plays in a player process."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ from kvabr.types.kv import KVSpec
 _log = logging.getLogger("kvabr.engines")
 
 _IDLE_S = 60
-"""Idle seconds after which a process started by engines ends."""
+"""Seconds without engines after which a process that engines started ends."""
 _START_S, _NAP_S = 30.0, 0.05
 _ANSWER_S = 10.0
-"""Additional time for an answer, for processes that hang; calls have their own limits."""
+"""Additional seconds to wait for an answer, in case the process hangs."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _started: list[subprocess.Popen[bytes]] = []
-"""Referenced, so that Python does not warn about processes that outlive this one."""
+"""Started processes, kept here so that Python does not warn about processes that outlive this one."""
 
 
 P = ParamSpec("P")
@@ -79,12 +79,12 @@ def _remote(
 
 
 class RemoteClient:
-    """The part of `AsyncClient` that adapters need, for one event loop."""
+    """The methods of `AsyncClient` that adapters need, for one event loop."""
 
     def __init__(self, arguments: ClientArguments, player: str) -> None:
         """Prepare; ``player`` is the socket of a running process, or `OWN` to start one on demand."""
         self.metrics = ClientMetrics()
-        """Empty: the player process counts."""
+        """Stays empty: the player process counts."""
         self._arguments = arguments
         self._starts = player == OWN
         self._socket = own_socket() if self._starts else Path(player).absolute()
@@ -107,7 +107,7 @@ class RemoteClient:
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
-        """As `AsyncClient.warm`, in this process, which has the device."""
+        """Like `AsyncClient.warm`, but in this process, which has the device."""
         warm_engine(spec, device, dtype, like, self._speeds)
 
     async def close(self) -> None:
@@ -121,7 +121,7 @@ class RemoteClient:
     # -------------------------------------------------------------- internals
 
     async def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call a method of the client in the process; raise its errors, or `TransportError` without a process."""
+        """Call a method of the client in the process; raise its errors, or `TransportError` if there is no process."""
         how, device, plays = options.get("options"), None, name.startswith("play")
         self._playing += plays
         link, within_s, begun_s = None, _longest_s(options), asyncio.get_running_loop().time()
@@ -146,14 +146,14 @@ class RemoteClient:
         finally:
             self._playing -= plays
         if isinstance(value, PlayedPrefix) and device is not None:
-            # The process that played has no GPU.
+            # The profiles' kernels must be prepared here: the process that played has no GPU.
             for profile in {id(one.context.profile): one.context.profile for one in value.groups}.values():
                 if profile is not None:
                     warm_in_background(profile, device, speeds=self._speeds)
         return value
 
     def _planned(self, how: PlayOptions, args: tuple[Any, ...]) -> PlayOptions:
-        """Return the options for a process without a GPU: this one's decoding speed instead of its device."""
+        """Replace the device in the options by its decoding speed, since the player process has no GPU."""
         share = None
         if how.device is not None and how.device.type == "cuda" and isinstance(args[0], Found):
             catalog = args[0].catalog.to_play
@@ -167,12 +167,12 @@ class RemoteClient:
         made = self._link
         if made is None or (made.done() and (made.cancelled() or made.exception() or made.result().over)):
             made = self._link = asyncio.get_running_loop().create_task(self._connect())
-        # A cancelled caller must not end it for the others.
+        # Cancelling one caller must not cancel the connection for others.
         return await asyncio.shield(made)
 
     async def _connect(self) -> _Link:
         if self._starts:
-            with contextlib.suppress(ConnectionLostError):  # that process was unused, and about to end
+            with contextlib.suppress(ConnectionLostError):  # the process was unused and about to end
                 return await self._opened()
         return await self._opened()
 
@@ -206,7 +206,7 @@ class RemoteClient:
                     await loop.run_in_executor(None, start, self._socket)
             except OSError as error:
                 link.close()
-                if not isinstance(error, BlockingIOError) or loop.time() > until_s:  # otherwise the backlog is full
+                if not isinstance(error, BlockingIOError) or loop.time() > until_s:  # otherwise: full backlog
                     raise TransportError(f"{self._socket}: {error}") from error
             else:
                 self._pauses.reset()
@@ -218,7 +218,7 @@ _LIMITS = ("deadline", "within_s", "probe_s")
 
 
 _MIN_S = 1e-6
-"""Minimum time limit of a call, as 0 is not allowed."""
+"""Minimum time limit of a call in seconds, as 0 is not allowed."""
 
 
 def _longest_s(options: Mapping[str, Any]) -> float:
@@ -256,7 +256,7 @@ class _Link:
             raise
 
     async def call(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Any:
-        """Call a method, and return its result; cancelling this cancels it."""
+        """Call a method and return its result; cancelling this coroutine cancels the call."""
         number = next(self._numbers)
         call = CallMethod(number, name, args, options)
         try:
@@ -296,7 +296,7 @@ class _Link:
             if isinstance(thing, PlayedMemory):
                 self._shared = self._mapped(thing, message)
             self._take(thing)
-        except Exception as error:  # noqa: BLE001  # a malformed field raises whatever it likes
+        except Exception as error:  # noqa: BLE001  # a malformed field may raise any error
             self._channel.close()
             self._lost(error)
 
@@ -313,7 +313,7 @@ class _Link:
                 answer.set_exception(thing.error)
 
     def _mapped(self, memory: PlayedMemory, message: ChannelMessage) -> memoryview:
-        """Return the memory of a play, to be released with its last view."""
+        """Return the memory of a play; it is released with the last view of it."""
         if message.files:
             self._regions[memory.region] = regions.mapped(message.files[0], GROUPS.pin)
         shown = np.frombuffer(self._regions[memory.region], np.uint8, count=memory.nbytes)
@@ -333,7 +333,7 @@ def start(path: Path) -> None:
             command = [sys.executable, "-P", "-m", "kvabr", "player", "--socket", str(path), "--idle", str(_IDLE_S)]
             # Modules must not come from the working directory, which may be untrusted.
             places = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
-            started = subprocess.Popen(  # noqa: S603  # this very interpreter
+            started = subprocess.Popen(  # noqa: S603  # runs this interpreter
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -345,5 +345,5 @@ def start(path: Path) -> None:
         raise TransportError(
             f'no player process can be started ({error}); "player": "{INSIDE}" does without'
         ) from error
-    _started[:] = [*(one for one in _started if one.poll() is None), started]  # reaps ended ones
+    _started[:] = [*(one for one in _started if one.poll() is None), started]  # polling reaps processes that have ended
     _log.info("kvabr: started a player process, %s", path)

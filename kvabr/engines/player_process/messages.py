@@ -9,15 +9,15 @@ from typing import Any
 from kvabr.engines.client_arguments import ClientArguments
 
 OPENED = 0
-"""Number of the answer to `OpenClient`."""
+"""Number of the answer to `OpenClient`, in place of a call's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenClient:
-    """An engine connects."""
+    """An engine connects to the process."""
 
     version: str
-    """Version of its kvabr, which must be the same."""
+    """Version of kvabr in the engine; it must equal the version in the process."""
     arguments: ClientArguments
 
 
@@ -40,7 +40,7 @@ class CancelCall:
 
 @dataclass(frozen=True, slots=True)
 class PlayedMemory:
-    """The next message's views are in this region; its file is attached the first time."""
+    """The next message's views are in this region. Its file is attached the first time."""
 
     region: int
     nbytes: int
@@ -57,13 +57,13 @@ class CallAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRegion:
-    """The last view of a region is gone."""
+    """The engine no longer uses any view of a region."""
 
     region: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetRegion:
-    """A region is gone; its number is not reused."""
+    """A region was freed; its number is not reused."""
 
     region: int

@@ -8,7 +8,7 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy.fft  # noqa: F401  # here, and not while the first play waits for it
+import numpy.fft  # noqa: F401  # imported here, so that the first play does not wait for it
 
 import kvabr.abr.planner  # as above
 import kvabr.abr.time_planner  # noqa: F401
@@ -59,7 +59,7 @@ class PlayerProcess:
         self._changed = asyncio.Event()
 
     async def serve(self, idle_s: float | None) -> None:
-        """Serve until there is no engine for ``idle_s`` seconds; None: until cancelled."""
+        """Serve until there was no engine for ``idle_s`` seconds; None: until cancelled."""
         accepting = asyncio.create_task(self._accept())
         try:
             while True:
@@ -90,10 +90,10 @@ class PlayerProcess:
                 self._changed.set()
 
     def take(self, arguments: ClientArguments) -> AsyncClient:
-        """Return the client with these arguments, for one more engine; errors as `ClientArguments.open`."""
+        """Return the client for these arguments, and count one more engine; errors as for `ClientArguments.open`."""
         shared = self._clients.get(arguments)
         if shared is None:
-            # Each engine limits its own plays, and ranks play the same caches.
+            # Each engine limits its own plays. Several ranks play the same caches.
             limits = replace(arguments.limits, plays=_ENGINES * arguments.limits.plays)
             shared = self._clients[arguments] = _Shared(replace(arguments, limits=limits).open(self._metrics))
         shared.users += 1
@@ -155,7 +155,7 @@ class _Engine:
                 self._take(self._channel.read(message))
             except LackingError as lack:
                 self._fail(lack.message.number, LackingError(None))
-        except Exception as error:  # noqa: BLE001  # a malformed field raises whatever it likes
+        except Exception as error:  # noqa: BLE001  # a malformed field may raise any error
             why = str(error) if isinstance(error, FormatError) else repr(error)
             self._channel.send(
                 CallAnswer(OPENED, error=UsageError(f"the player process cannot read this engine: {why}"))
@@ -169,7 +169,7 @@ class _Engine:
                 raise FormatError(f"a call with the number {thing.number!r}")
             number, call = thing.number, asyncio.get_running_loop().create_task(self._call(self._client, thing))
             self._calls[number] = call
-            call.add_done_callback(lambda _: self._calls.pop(number, None))  # it may end before it begins
+            call.add_done_callback(lambda _: self._calls.pop(number, None))  # the call may end before it is registered
         elif isinstance(thing, CancelCall):
             if thing.number in self._calls:
                 self._calls[thing.number].cancel()
@@ -189,7 +189,7 @@ class _Engine:
             return
         try:
             self._client = self._process.take(message.arguments)
-        except Exception as error:  # noqa: BLE001  # it is the engine's, which waits
+        except Exception as error:  # noqa: BLE001  # raised in the engine, which waits for the result
             self._fail(OPENED, error)
             return
         self._arguments = message.arguments
@@ -203,13 +203,13 @@ class _Engine:
                 await self._hand_over(call.number, value)
             else:
                 self._channel.send(CallAnswer(call.number, value))
-        except Exception as error:  # noqa: BLE001  # it is the engine's
+        except Exception as error:  # noqa: BLE001  # raised in the engine
             self._fail(call.number, error)
 
     def _fail(self, number: int, error: Exception) -> None:
         try:
             self._channel.send(CallAnswer(number, error=error))
-        except Exception:  # noqa: BLE001  # an error of a plug-in, say, with something that cannot be sent
+        except Exception:  # noqa: BLE001  # for example a plug-in's error with an argument that cannot be pickled
             self._channel.send(CallAnswer(number, error=PlayError(f"{type(error).__name__}: {error}")))
 
     async def _hand_over(self, number: int, played: PlayedPrefix) -> None:
@@ -225,7 +225,7 @@ class _Engine:
         try:
             await asyncio.get_running_loop().run_in_executor(decoders(), region.fill, placed)
         except BaseException:
-            self._regions.drop(region.number)  # a cancelled copy may leave a thread that still writes
+            self._regions.drop(region.number)  # a thread of a cancelled copy may still write to it
             raise
         try:
             self._channel.send(PlayedMemory(region.number, nbytes), file=region.file)

@@ -1,7 +1,7 @@
 """Shared memory with played groups, written by a player process and read by an engine's process.
 
-Regions are reused, since fresh memory and pinning each cost as much time as a copy. A region is an anonymous file,
-freed with the last process that has it open or mapped.
+Regions are reused, since allocating memory and pinning it each take as long as a copy. A region is an anonymous file.
+It is freed when no process has it open or mapped.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from kvabr.types.errors import FormatError
 
 _STEP_BYTES = 2 << 20
 _ALIGN = 64
-"""A cache line, which groups do not share."""
+"""Alignment of groups in bytes: a cache line."""
 _FIXED = 2 | 4
-"""Linux' F_SEAL_SHRINK and F_SEAL_GROW: truncating the file would crash a process that has mapped it."""
+"""Linux' F_SEAL_SHRINK and F_SEAL_GROW. They prevent truncation of the file, which would crash a process that has
+mapped it.
+"""
 
 
 class Region:
-    """A region of the writing process."""
+    """A region, in the process that writes to it."""
 
     def __init__(self, number: int, size: int) -> None:
         """Allocate at least ``size`` bytes; raise `OSError` if there is no memory."""
@@ -33,7 +35,7 @@ class Region:
         self.size = -(-size // _STEP_BYTES) * _STEP_BYTES
         file = os.memfd_create("kvabr-played", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.file: int | None = file
-        """None: the other process has it."""
+        """Descriptor of the file; None once the other process has received it."""
         try:
             os.ftruncate(file, self.size)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, _FIXED)
@@ -43,13 +45,13 @@ class Region:
             raise
 
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Copy pieces to their offsets, without the interpreter's lock."""
+        """Copy pieces to their offsets, without the GIL."""
         here = np.frombuffer(self._memory, np.uint8)
         for at, piece in pieces:
             here[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
     def close(self) -> None:
-        """Close the file; this process' memory is freed with its last use."""
+        """Close the file. The memory in this process is freed with its last use."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
@@ -59,7 +61,7 @@ class Regions:
     """The regions of one connection."""
 
     def __init__(self, max_idle_bytes: int, forget: Callable[[int], None]) -> None:
-        """Start with up to ``max_idle_bytes`` of unused regions; ``forget`` takes the numbers of freed ones."""
+        """Start without regions; keep up to ``max_idle_bytes`` unused. ``forget`` gets the numbers of freed regions."""
         self._max_idle_bytes, self._forget = max_idle_bytes, forget
         self._used: dict[int, Region] = {}
         self._spare: list[Region] = []
@@ -106,7 +108,7 @@ class Regions:
 
 
 def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]], int]:
-    """Return the offset of each piece, and the total bytes."""
+    """Return each piece with its offset in a region, and the total size in bytes."""
     placed, end = [], 0
     for piece in pieces:
         placed.append((end, piece))
@@ -115,9 +117,9 @@ def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]]
 
 
 def mapped(file: int, pin: buffers.Pin | None) -> mmap.mmap | memoryview:
-    """Map a region in the reading process, and close the file; ``pin`` pins memory for a device.
+    """Map a region in the reading process, and close the file; ``pin`` pins the memory for a device.
 
-    Raise `FormatError` if it is not a region, `OSError` if there is no memory.
+    Raise `FormatError` if the file is not a region, `OSError` if there is no memory.
     """
     try:
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _FIXED != _FIXED:

@@ -1,4 +1,4 @@
-"""Sockets of player processes. Imports only fast modules: an unneeded process ends at once."""
+"""Sockets of player processes. Imports only modules that load quickly, so that an unneeded process ends soon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_CHARACTERS = 107
 def own_socket() -> Path:
     """Return the socket of this user's engines, one per installation of kvabr and Python environment.
 
-    Raise `UsageError` without a folder that only this user can enter.
+    Raise `UsageError` if there is no folder that only this user can enter.
     """
     installation = hashlib.sha256(os.fsencode(f"{Path(__file__).resolve()}\n{sys.prefix}")).hexdigest()[:8]
     given, wrong = os.environ.get("XDG_RUNTIME_DIR"), []
@@ -44,7 +44,7 @@ def _folders() -> Iterator[Path]:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only this user can enter; raise `UsageError` if others can, or `OSError`."""
+    """Create a folder that only this user can enter; raise `UsageError` if others can enter it, or `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

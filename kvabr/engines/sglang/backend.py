@@ -1,7 +1,7 @@
 """The backend for SGLang: `KvabrStorage`.
 
-SGLang may have further pools, such as a draft model's, with their own pages under the same keys. The pages of a call
-share a deadline; a late page ends HiCache's prefix.
+SGLang may have further pools, such as that of a draft model, with separate pages under the same keys. The pages of a
+call share a deadline. HiCache's prefix ends before the first late page.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kvabr.types.errors import FormatError, UsageError
 
 _MAX_POSITION = 1 << 32
 _MIN_TOKENS = 256
-"""SGLang's default minimum of found tokens for a fetch."""
+"""SGLang's default minimum number of found tokens for a fetch."""
 
 
 @dataclass(frozen=True)
 class PagePool:
-    """One host pool, and the store of its pages."""
+    """One host pool, and the store for its pages."""
 
     pages: HostPages
     store: ChunkStore
@@ -46,13 +46,14 @@ class PagePool:
     """Returns the key of a page without the model's name."""
 
     def named(self, keys: Sequence[str]) -> list[str]:
-        """Return `name` of all keys."""
+        """Return the names of all keys, see `name`."""
         return [self.name(key) for key in keys]
 
     def positions(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> list[range | None]:
         """Return the possible positions of requested pages in a prompt.
 
-        SGLang's prefix keys lack those of the last matching node of its tree, so pages may be later than they imply.
+        SGLang's prefix keys do not include those of the last matching node of its tree, so pages may be at later
+        positions than the number of keys implies.
         """
         before, size = self.pages_before(extra_info), self.pages.tokens
         if before is None:
@@ -60,12 +61,12 @@ class PagePool:
         return [range((before + page) * size, _MAX_POSITION, size) for page in range(len(keys))]
 
     async def there(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> list[bool]:
-        """Return, for each page, whether it can be fetched."""
+        """Return for each page True if it can be fetched."""
         found = await asyncio.gather(*map(self.store.find, self.named(keys), self.positions(keys, extra_info)))
         return [one is not None for one in found]
 
     def pages_before(self, extra_info: HiCacheStorageExtraInfo | None) -> int | None:
-        """Return the number of pages before a call's first one; None: unknown, or ranks share a page."""
+        """Return the number of pages before the first page of a call; None if unknown, or if ranks share a page."""
         if extra_info is None or extra_info.prefix_keys is None or self.pages.shards > 1:
             return None
         return len(extra_info.prefix_keys)
@@ -88,7 +89,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         self._register(PoolName.KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
-        """Add a further pool; raise as `register_mem_pool_host`, which ends SGLang's start."""
+        """Add a further pool; errors as for `register_mem_pool_host`, and end SGLang's start."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV:
             self._register(host_pool_name, host_pool)
@@ -139,7 +140,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """As `batch_exists`, with the pages of further pools: all pages, or the last ones of the prefix."""
+        """Like `batch_exists`, with the pages of further pools: all pages, or the last pages of the prefix."""
         kept = self.batch_exists(keys, extra_info)
         hits, restorable = {str(PoolName.KV): kept}, list(range(1, kept + 1))
         for transfer in pool_transfers or ():
@@ -158,14 +159,14 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Play pages into the host pool, at the indices of all their tokens; return success flags."""
+        """Play pages into the host pool, at the indices of all their tokens; return for each True if it succeeded."""
         pool = self._pool()
         return self._play(pool, keys, pool.pages.at(host_indices, len(keys)), pool.positions(keys, extra_info))
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As `batch_get_v1`, into any pools."""
+        """Like `batch_get_v1`, for any pools."""
         got = {}
         for transfer in transfers:
             pool, keys = self._pool(transfer.name), transfer.keys or []
@@ -176,14 +177,14 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Play one page, flat as in the host pool; None if it is missing or late."""
+        """Play one page as a flat tensor, as in the host pool; None if it is missing or late."""
         del target_sizes
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """As `get`, for many pages."""
+        """Like `get`, for many pages."""
         del target_sizes
         pool = self._pool()
         flats = target_locations or [pool.pages.empty() for _ in keys]
@@ -193,14 +194,14 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Publish pages of the host pool, wait for their encoding, and return success flags."""
+        """Publish pages of the host pool and wait until they are encoded; return for each True if it succeeded."""
         pool = self._pool()
         return self._publish(pool, keys, pool.pages.at(host_indices, len(keys)), extra_info)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As `batch_set_v1`, from any pools."""
+        """Like `batch_set_v1`, for any pools."""
         done = {}
         for transfer in transfers:
             pool, keys = self._pool(transfer.name), transfer.keys or []
@@ -209,30 +210,30 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return done
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Publish one page, flat as in the host pool."""
+        """Publish one page, a flat tensor as in the host pool; return True if it is published."""
         del target_location, target_sizes
         return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """As `set`, for many pages; return True if all are published."""
+        """Like `set`, for many pages; return True if all are published."""
         del target_locations, target_sizes
         pool = self._pool()
         return all(self._publish(pool, keys, [pool.pages.flat(value) for value in values]))
 
     def clear(self) -> bool:
-        """Stop using the current names of caches, since SGLang's weights have changed.
+        """Stop using the current cache names, since SGLang's weights have changed.
 
         Old caches remain; ``publish_mib`` and `kvabr store` remove them. Engines with the same ``weight_version`` share
-        new ones.
+        new caches.
         """
         for pool in self._pools.values():
             pool.store.generation.changed()
         return True
 
     def close(self) -> None:
-        """End all plays, and publish waiting pages."""
+        """End all plays and publish the waiting pages."""
         if self._started is not None:
             origin, loop = self._started
             for pool in self._pools.values():
@@ -276,7 +277,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     ) -> list[bool]:
         at_once, before = self._settings.queue, pool.pages_before(extra_info)
         results: list[bool] = []
-        for first in range(0, len(keys), at_once):  # SGLang may write more pages than the queue holds
+        for first in range(0, len(keys), at_once):  # SGLang may write more pages than fit in the queue
             over = []
             for page in range(first, min(first + at_once, len(keys))):
                 position = None if before is None else (before + page) * pool.pages.tokens

@@ -1,7 +1,7 @@
 """Facts about SGLang's model for the names of caches: ranks, weights, quantisation, overrides; and its step size.
 
-A storage backend receives only ranks and a name; ``sglang.srt.runtime_context`` has the rest, if loaded. Does not
-import SGLang.
+A storage backend receives only ranks and a name. The other facts are in ``sglang.srt.runtime_context``, if it is
+loaded. Does not import SGLang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FACTS = {
     "torchao": "torchao_config",
     "model_impl": "model_impl",
 }
-"""Server arguments that change KV, by fact."""
+"""Names of server arguments that change KV, by fact."""
 _USUAL = (None, "", "{}", "auto", "default")
 
 
@@ -47,16 +47,16 @@ def name_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> str:
 
 
 def page_key(config: Any, key: str, *, latent: bool = False) -> str:
-    """Return the key of a page and this rank, given SGLang's hash of all tokens up to its end, and of an adapter.
+    """Return the key of a page in this rank, given SGLang's hash of the adapter and all tokens up to the page's end.
 
-    Latents are the same in all tensor-parallel ranks: one publishes them for all.
+    Latents are the same in all tensor-parallel ranks, so one rank publishes them for all.
     """
     ranks = "mla" if latent else f"{config.tp_size}@{config.tp_rank}"
     return f"@{ranks}@{config.pp_size}@{config.pp_rank}@{key}"
 
 
 def server_facts() -> ServerFacts:
-    """Return the facts of this process's server; empty without one."""
+    """Return the facts about this process's server; empty without a server."""
     arguments = _from_context("get_server_args")
     path = getattr(arguments, "model_path", None)
     if not isinstance(path, str):
@@ -72,7 +72,7 @@ def server_facts() -> ServerFacts:
 def shard_facts(config: Any) -> dict[str, Any]:
     """Return the ranks of a ``HiCacheStorageConfig`` that share each page.
 
-    Tensor and pipeline ranks are in every key; data-parallel ranks have whole pages.
+    Keys already contain tensor and pipeline ranks; data-parallel ranks have whole pages.
     """
     facts: dict[str, Any] = {}
     for name in ("attn_cp", "dcp"):
@@ -85,7 +85,7 @@ def shard_facts(config: Any) -> dict[str, Any]:
 
 
 def unusual_dtype(dtype: torch.dtype) -> str | None:
-    """Return the element type of a cache unless it is bfloat16."""
+    """Return the element type of a cache, or None if it is bfloat16."""
     return None if dtype is torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
@@ -96,7 +96,7 @@ def weight_version() -> str | None:
 
 
 def step_tokens() -> int:
-    """Return SGLang's maximum number of tokens per step, or the usual one."""
+    """Return SGLang's maximum tokens per step; the default if unknown."""
     size = getattr(_from_context("get_server_args"), "chunked_prefill_size", None)
     return size if isinstance(size, int) and size > 0 else STEP_TOKENS
 

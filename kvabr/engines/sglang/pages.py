@@ -26,10 +26,10 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> KeyedSettings:
 
 
 def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int, *, latent: bool = False) -> torch.Tensor:
-    """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of the page at token ``first`` of a host pool.
+    """Return a view of the page at token ``first`` of a host pool, in kvabr's layout [layer, K/V, head, token, dim].
 
-    ``latent``: MLA, without the axis K/V, and with one head. Raise `FormatError` for an unknown layout, or if no page
-    begins at ``first``.
+    Pass ``latent`` for MLA pools, which have no axis K/V and one head. Raise `FormatError` for an unknown layout, or if
+    no page begins at ``first``.
     """
     if first % page_size:
         raise FormatError(f"no page of {page_size} tokens begins at token {first} of the host pool")
@@ -65,7 +65,7 @@ class HostPages:
             raise FormatError("keys and values must have the same width")
         self.tokens: int = pool.page_size
         self.shards = int(getattr(pool, "dcp_size", 1) or 1)
-        """Ranks of decode context parallelism, each with an equal part of a page's tokens."""
+        """Number of ranks of decode context parallelism; each has an equal part of a page's tokens."""
         page_view(buffer, pool.layout, 0, self.tokens, latent=self.latent)
 
     def spec(self, model: str) -> KVSpec:
@@ -76,7 +76,7 @@ class HostPages:
         return spec_of(model, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
 
     def at(self, indices: torch.Tensor, pages: int) -> list[torch.Tensor]:
-        """Return views of ``pages`` pages, see `page_view`; ``indices`` are of the tokens of all ranks."""
+        """Return views of ``pages`` pages, see `page_view`; ``indices`` has the indices of all ranks' tokens."""
         size = self.tokens * self.shards
         firsts = indices[::size].tolist()[:pages]
         if len(firsts) != pages:
@@ -86,7 +86,7 @@ class HostPages:
         return [self._view(self._buffer, first // self.shards) for first in firsts]
 
     def flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of a flat page."""
+        """Return a view of a flat page in kvabr's layout, see `page_view`."""
         shape = list(self._buffer.shape)
         by_token = self._pool.layout in {"layer_first", "page_first"}
         axis = int(self._pool.layout == "layer_first") + int(not self.latent)
@@ -94,7 +94,7 @@ class HostPages:
         return self._view(flat.view(shape), 0)
 
     def empty(self) -> torch.Tensor:
-        """Return an empty flat page."""
+        """Return a flat page with undefined contents."""
         made: torch.Tensor = self._pool.get_dummy_flat_data_page()
         return made
 

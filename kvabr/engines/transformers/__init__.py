@@ -1,4 +1,4 @@
-"""Hugging Face transformers plays through kvabr: prompt in, `DynamicCache` out, ready for ``generate()``.
+"""Hugging Face transformers: plays a prompt's cache into a `DynamicCache` for ``generate()``.
 
     model = AutoModelForCausalLM.from_pretrained("./my-llama")
     engine = engine_of(model, "./my-llama")
@@ -7,8 +7,8 @@
         output = model.generate(input_ids, past_key_values=ready.cache, max_new_tokens=64)
 
 The longest cached prefix is played; late groups are computed in place (mode ``hole``), and the model computes uncached
-tokens. `publish_cache` publishes a prefill's cache, `prefill_live` during the prefill, and `Steps` allows upgrades of a
-cache while ``generate()`` reads it.
+tokens. `publish_cache` publishes the cache of a prefill; `prefill_live` does so during the prefill. `Steps` allows
+upgrades of a cache while ``generate()`` reads it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on demand: listing the adapters loads no torch, and a model alone needs no client."""
+    """Import a name on first use: listing the adapters should not load torch, and a model alone needs no client."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Digests of LoRA adapters, equal for PEFT's modules in memory and for the folder that PEFT saves.
+"""Digests of LoRA adapters; PEFT's modules in memory and the folder that PEFT saves have the same digest.
 
 A digest covers the matrices of each module, in float32, and their scales, but no names, versions or training settings.
-For other adapters (DoRA, activation tokens, kinds other than LoRA), the whole configuration counts.
+For other adapters (DoRA, activation tokens, kinds other than LoRA), it covers the whole configuration.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _IMPLIED = frozenset(
     | {"megatron_config", "megatron_core", "peft_type", "qalora_group_size", "r", "rank_pattern", "runtime_config"}
     | {"target_modules", "target_parameters", "use_rslora", "ensure_weight_tying"}
 )
-"""Keys implied by weights, places and scales of a LoRA adapter, or used only in training."""
+"""Configuration keys that weights, module names and scales of a LoRA adapter imply, or that are used only in training.
+"""
 _PLAIN_NAME = re.compile(r"\^?[\w.-]+")
 _PREFIX = "base_model.model."
 _MODULE = re.compile(r"(?P<place>.+)\.(?P<name>lora_(?:embedding_)?[A-Za-z_]+(?:\.\w+)*)")
@@ -44,7 +45,7 @@ def module_digest(place: str, scale: float | str | None, config: Mapping[str, An
     """Return the digest of an adapter's effect in one module.
 
     ``place`` is the module's name in the model, ``scale`` the factor of its matrices' product, ``config`` a result of
-    `config_of`, and ``own`` has its tensors, named without the adapter.
+    `config_of`, and ``own`` the module's tensors, named without the adapter.
     """
     digest = hashlib.sha256(json.dumps([place, str(scale), config], sort_keys=True, default=str).encode())
     for name, tensor in sorted(own, key=lambda pair: pair[0]):
@@ -59,12 +60,12 @@ def module_digest(place: str, scale: float | str | None, config: Mapping[str, An
 
 
 def joined_digest(modules: Iterable[bytes]) -> str:
-    """Return the digest of one or more adapters, given those of all modules."""
+    """Return the digest of one or more adapters, given the digests of all modules."""
     return hashlib.sha256(b"kvabr.adapter/1\0" + b"".join(sorted(modules))).hexdigest()
 
 
 def config_of(config: Any) -> dict[str, Any] | None:
-    """Return the relevant configuration of an adapter, without weights and scales."""
+    """Return the configuration of an adapter, without weights and scales; None for plain LoRA."""
     if config is None:
         return None
     values = dict(config.to_dict() if hasattr(config, "to_dict") else config)
@@ -128,9 +129,9 @@ def _scale(folder: Path, config: Mapping[str, Any], place: str) -> float:
 
 
 def _pattern(folder: Path, patterns: object, place: str, usual: object) -> object:
-    """Return the value of the first pattern that matches the end of a module's name, at a dot."""
+    """Return the value of the first pattern that matches the end of a module's name, starting at a dot."""
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        if not _PLAIN_NAME.fullmatch(pattern):  # PEFT would use it as a regular expression, which may take forever
+        if not _PLAIN_NAME.fullmatch(pattern):  # PEFT would match it as a regular expression, which may never end
             raise ModelError(f"{folder / CONFIG}: the pattern {pattern[:80]!r} is not a name of modules")
         name = pattern.removeprefix("^")
         if place == name or (name == pattern and place.endswith(f".{name}")):

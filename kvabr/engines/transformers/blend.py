@@ -1,7 +1,7 @@
-"""Recompute any tokens of a transformers cache, and measure a question's attention: the `BlendEngine` protocol.
+"""Recomputes any tokens of a transformers cache, and measures a question's attention (`BlendEngine` protocol).
 
-The model gets only the tokens to compute, with their positions and a mask. Layer by layer, their keys and values
-replace the cached ones before attention. A torch function mode of the thread reads the weights of the model's own
+The model gets only the tokens to compute, with their positions and a mask. In each layer, their keys and values replace
+the cached ones before attention. A torch function mode, active in this thread, reads the weights of the model's
 attention (sdpa or eager).
 """
 
@@ -26,7 +26,7 @@ from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import KVSpec
 
 _MASKED = ("sdpa", "eager")
-"""Attention implementations that respect a caller's mask, unlike flash kernels."""
+"""Attention implementations that apply a caller's mask; flash kernels do not."""
 
 
 def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
@@ -40,7 +40,7 @@ def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
 
 
 class TransformersBlendEngine(TransformersEngine):
-    """A transformers model as a blend engine (see `kvabr.types.engine.BlendEngine`)."""
+    """A transformers model as a blend engine; see `kvabr.types.engine.BlendEngine`."""
 
     def __init__(self, model: Any, spec: KVSpec, *, context: int) -> None:
         """Wrap a model with a context of ``context`` tokens; raise `ModelError` if its caches cannot be joined."""
@@ -52,7 +52,7 @@ class TransformersBlendEngine(TransformersEngine):
     def recompute(
         self, tokens: Sequence[int], at: Sequence[int], kv: torch.Tensor, *, layers: int | None = None
     ) -> torch.Tensor:
-        """Compute the tokens ``at`` of a prompt over its cache; see `kvabr.types.engine.BlendEngine.recompute`."""
+        """Recompute tokens ``at`` of a prompt over its cache; see `kvabr.types.engine.BlendEngine.recompute`."""
         count = self.spec.layers if layers is None else layers
         if not 1 <= count <= self.spec.layers:
             raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, not {count}")
@@ -98,16 +98,16 @@ class TransformersBlendEngine(TransformersEngine):
         work: Sequence[tuple[torch.Tensor, torch.Tensor]],
         watch: _Watch | None = None,
     ) -> None:
-        """Compute tokens, replacing their keys and values in ``work``, in as many layers as that has."""
+        """Compute tokens, and replace their keys and values in ``work``; run as many layers as ``work`` has."""
         ids, places = (torch.tensor(list(each), device=self.device) for each in (tokens, at))
         step = self.pass_tokens(len(tokens))
         for first in range(0, len(at), step):
             here = places[first : first + step]
             seen = int(here[-1]) + 1
-            # The update of an additional layer ends the pass.
+            # The cache update of an additional layer ends the pass.
             every = [*work, (None, None)]
             layers = [_layer_class()(*pair, here, seen, watch, index) for index, pair in enumerate(every)]
-            # Eager attention adds its mask, so a boolean one would hide no token.
+            # Eager attention adds its mask, so a boolean mask would hide no token.
             mask = torch.zeros(1, 1, len(here), seen, dtype=self.dtype, device=self.device)
             hidden = torch.arange(seen, device=self.device)[None] > here[:, None]
             mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
@@ -138,17 +138,17 @@ class TransformersBlendEngine(TransformersEngine):
 
 
 class _EnoughLayers(Exception):  # noqa: N818 - ends a forward pass, and is no error
-    """The requested layers are computed."""
+    """Ends a forward pass once the requested layers are computed."""
 
 
 class _Watch(TorchFunctionMode):
-    """Reads attention weights from the current thread's calls."""
+    """Reads attention weights from attention calls in the current thread."""
 
     def __init__(self, rows: dict[int, torch.Tensor], reduce: AttentionReduction) -> None:
-        """Add the weights of computed tokens for cached ones to ``rows``, [cached token] float32 by layer."""
+        """Add computed tokens' attention weights for cached tokens to ``rows``, [cached token] float32 by layer."""
         super().__init__()
         self.layer = -1
-        """Layer of the next attention, or -1 to ignore it."""
+        """Layer of the next attention call, or -1 to ignore the call."""
         self._rows, self._reduce = rows, reduce
 
     def begin(self, layer: int) -> None:
@@ -172,7 +172,7 @@ class _Watch(TorchFunctionMode):
 
 
 _ATTENTION = (functional.scaled_dot_product_attention, functional.softmax)
-"""Called by sdpa and eager attention, once per layer."""
+"""Functions that sdpa and eager attention call once per layer."""
 
 
 def _weights(
@@ -184,10 +184,10 @@ def _weights(
     scale: float | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return the weights of a call of scaled dot-product attention with an additive mask, float32."""
+    """Return the weights of a scaled dot-product attention call with an additive mask, float32."""
     heads = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads, dim=1) if heads > 1 else key
-    # In the model's own type: copying all keys to float32 takes longer than the product.
+    # Stay in the model's type: copying all keys to float32 takes longer than the product.
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[3] ** -0.5 if scale is None else scale)
     return torch.softmax(scores if attn_mask is None else scores + attn_mask, dim=-1)
 

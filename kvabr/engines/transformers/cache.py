@@ -1,15 +1,15 @@
-"""Conversion between kvabr's KV, a tensor [layer, K/V, head, token, dim] per layer class, and transformers' caches.
+"""Conversion between transformers' caches and kvabr's: a tensor [layer, K/V, head, token, dim] per layer class.
 
-A layer of a cache has keys and values (of all tokens or a window), a state, or both. Other contents have a role, which
-distinguishes their layer class:
+A layer of a cache has keys and values (of all tokens or a window), a state, or both. Everything except plain keys and
+values has a role, which distinguishes its layer class:
 
 - ``recurrent``: one matrix per head for all tokens (gated delta, KDA, Mamba-2, lightning attention).
 - ``scan``: one matrix for all channels (Mamba-1).
 - ``convolution``: the last inputs of a short convolution, [channel, tap].
 - ``indexer``: one key per token for the selection in sparse attention (DeepSeek V3.2, GLM DSA).
 
-A second state of the same kind has a letter after its role. A state exists only after the computed tokens; a prefill
-keeps `SNAPSHOTS` for shorter prompts.
+A second state of the same kind has a letter after its role. A cache has states only after its last token; for shorter
+prompts, a prefill keeps `SNAPSHOTS`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from kvabr.types.units import Span, snapshot_ends
 
 _FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 SLIDING = "DynamicSlidingWindowLayer"
-"""A layer that keeps one token less than its window."""
+"""Type of a layer that keeps one token less than its window."""
 _SLIDING_STATE = "LinearAttentionAndSlidingWindowAttentionLayer"
 _FULL_LAYERS = {SLIDING: "DynamicLayer", _SLIDING_STATE: "LinearAttentionAndFullAttentionLayer"}
-"""Layers with windows, and their replacements that keep every token."""
+"""Types of window layers, each with the type of layer that replaces it to keep every token."""
 LAYERS = (*_FULL_LAYERS, *_FULL_LAYERS.values(), "DynamicIndexedLayer", "LinearAttentionLayer")
 RECURRENT, SCAN, CONVOLUTION, INDEXER = "recurrent", "scan", "convolution", "indexer"
 _CACHELESS_TYPES = ("moe", "mlp")
 EMPTY = "DummyLayer"
-"""Placeholder for layers without a cache, or with another layer's, from transformers 5.24 on."""
+"""Type of the placeholder, from transformers 5.24 on, for a layer that has no cache or shares another layer's."""
 SNAPSHOTS = "kvabr_snapshots"
-"""Attribute of a cache with snapshots of all its states (see `states_of`), by number of tokens."""
+"""Attribute of a cache that has snapshots of all its states (see `states_of`), by number of tokens."""
 
 States = dict[tuple[int, str], torch.Tensor]
 """States by layer and role, each [head, row, column]."""
 
 
 def new_cache(model: Any, *, whole: bool = False) -> Any:
-    """Return an empty cache for a model; ``whole``: window layers keep every token."""
+    """Return an empty cache for a model; with ``whole``, window layers keep every token."""
     own = getattr(sys.modules[type(model.base_model).__module__], "MiniMaxCache", None)
     if own is not None:
         return own()
@@ -85,7 +85,7 @@ def is_plain(spec: KVSpec) -> bool:
 
 
 def dynamic_cache(parts: Sequence[torch.Tensor], spec: KVSpec, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a `DynamicCache` of all tokens in all layers, for keys and values only.
+    """Return a `DynamicCache` with all tokens in all layers, for models that have only keys and values.
 
     ``parts`` has one tensor per layer class of ``spec``; layers are views of parts in the model's ``dtype`` and
     ``device``. The model appends to copies, and masks windows.
@@ -100,17 +100,17 @@ def dynamic_cache(parts: Sequence[torch.Tensor], spec: KVSpec, dtype: torch.dtyp
 
 
 def whole_cache(parts: Sequence[torch.Tensor], spec: KVSpec, model: Any) -> Any:
-    """Return a cache of all tokens in all layers, as `dynamic_cache`, and of the states after them."""
+    """Return a cache with all tokens in all layers, like `dynamic_cache`, and the states after these tokens."""
     if not any(each.kind == "state" or each.role for each in spec.classes):
         return dynamic_cache(parts, spec, model.dtype, model.device)
     return _filled(new_cache(model, whole=True), parts, spec, model)
 
 
 def windowed_cache(parts: Sequence[torch.Tensor], spans: Sequence[Span], spec: KVSpec, tokens: int, model: Any) -> Any:
-    """Return a copy of the first ``tokens`` tokens of a played cache in the model's own form.
+    """Return a copy of the first ``tokens`` tokens of a played cache, in the form that the model creates.
 
-    Window layers have only visible tokens. ``parts`` has one tensor per layer class: the tokens of its span, or for a
-    state the snapshot after ``tokens`` tokens.
+    Window layers have only visible tokens. ``parts`` has one tensor per layer class: the tokens of the class's span, or
+    for a state the snapshot after ``tokens`` tokens.
     """
     shown = [
         part if is_state(one) else part[:, :, :, : max(0, tokens - span.first)]
@@ -133,7 +133,7 @@ def _filled(cache: Any, parts: Sequence[torch.Tensor], spec: KVSpec, model: Any,
         state = cache.layers[place]
         if type(state).__name__ not in _FULL_LAYERS:
             raise ModelError(f"{spec.model}: transformers keeps layer {layer} as {type(state).__name__}")
-        # A new chunk needs fewer tokens than its layer has space for: the rest is masked.
+        # After a chunk boundary, fewer tokens are visible than the layer has space for; the missing ones are masked.
         missing = max(0, min(window - 1, tokens) - both[0].shape[2])
         state.update(*(pad(part, (0, 0, missing, 0)) for part in both))
         state.cumulative_length = tokens
@@ -168,7 +168,7 @@ def _put_state(cache: Any, place: int, only: LayerClass, state: torch.Tensor, mo
 
 
 def replace_states(cache: Any) -> None:
-    """Make layers replace a changed recurrent state, since an overwritten one has no gradient."""
+    """Make layers replace a recurrent state instead of overwriting it, since an overwritten state has no gradient."""
     for layer in getattr(cache, "layers", ()):
         if hasattr(layer, "recurrent_states"):
 
@@ -180,7 +180,7 @@ def replace_states(cache: Any) -> None:
 
 
 def rewind(cache: Any, spec: KVSpec, tokens: int) -> bool:
-    """Truncate a cache of all tokens; return False if it has states."""
+    """Truncate a cache to its first ``tokens`` tokens; return False if it has states, which cannot be truncated."""
     if any(each.kind == "state" or each.role for each in spec.classes):
         return False
     for layer in cache.layers:
@@ -197,7 +197,7 @@ def _number(role: str) -> int:
 
 
 def _places(model: Any) -> list[int]:
-    """Return the indices of layers with a cache; empty without layer types in the configuration: then all have one."""
+    """Return the indices of layers with a cache; empty, meaning all, if the configuration has no layer types."""
     config = model.config.get_text_config(decoder=True)
     types, modes = getattr(config, "layer_types", None) or (), getattr(config, "kv_sharing_modes", None) or ()
     reused = {index for index, mode in enumerate(modes) if mode == "reuse"}
@@ -205,7 +205,7 @@ def _places(model: Any) -> list[int]:
 
 
 def _keys_and_values(parts: Sequence[torch.Tensor], spec: KVSpec) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values by layer, [head, token, dim]; a single vector per token is both."""
+    """Return keys and values by layer, [head, token, dim]; a single vector per token serves as both."""
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for part, one in zip(parts, spec.parts, strict=True):
         if not is_state(one) and not one.only.role:
@@ -269,9 +269,9 @@ def _one(state: torch.Tensor, place: int) -> torch.Tensor:
 def read_cache(
     cache: Any, spec: KVSpec, first: int, last: int, snapshots: Mapping[int, States] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Copy tokens ``first`` to ``last`` - 1 from a cache of ``spec`` with all tokens, to the CPU.
+    """Copy tokens ``first`` to ``last`` - 1 from a cache with all tokens to the CPU.
 
-    States are the ``snapshots`` (by number of tokens) of a cache of ``last`` tokens; None: the current state.
+    States are the ``snapshots``, by number of tokens, of a cache of ``last`` tokens; None: the current state.
     """
     places, out = held_layers(cache), []
     for part in spec.parts:
@@ -300,12 +300,12 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> tuple[torch.Tensor, ...]:
     """Copy the KV of the first tokens from the ``past_key_values`` of a model's output, for a batch of one.
 
     Returns:
-        One tensor per layer class, [layer, K/V, head, token, dim] in the cache's dtype, on the CPU; for states their
+        One tensor per layer class, [layer, K/V, head, token, dim] in the cache's dtype, on the CPU; for a state its
         snapshots, see `kvabr.types.units.cache_length`.
 
     Raises:
-        ModelError: the cache is quantised, static, lacks tokens outside windows, or is another model's.
-        UsageError: it does not hold exactly one prompt, or lacks tokens or snapshots.
+        ModelError: the cache is quantised, static, lacks tokens outside windows, or is from another model.
+        UsageError: the cache does not hold exactly one prompt, or lacks tokens or snapshots.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:
@@ -334,7 +334,7 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> tuple[torch.Tensor, ...]:
 
 
 def snapshots_of(cache: Any, spec: KVSpec) -> dict[int, States]:
-    """Return the snapshots of a cache's states, by number of tokens, including the current ones."""
+    """Return the snapshots of a cache's states by number of tokens, including the current states."""
     kept: dict[int, States] = dict(getattr(cache, SNAPSHOTS, None) or {})
     main = next((each.layers[0] for each in spec.classes if each.kind != "state" and not each.role), None)
     places = held_layers(cache)

@@ -1,6 +1,6 @@
 """The engine protocol on Hugging Face transformers: hole mode, and scoring of continuations.
 
-The caller's tensors are never modified.
+Methods never modify the caller's tensors.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.units import computed_shape
 
 CHUNK = 512
-"""Tokens per forward pass: enough for a CPU's matrix units, few enough to bound memory."""
+"""Tokens per forward pass on a CPU: enough for its matrix units, few enough to bound memory."""
 _GPU_CHUNK = 8192
-"""The same for a GPU, which needs as long for one token as for a few hundred."""
+"""Tokens per forward pass on a GPU, which takes as long for one token as for a few hundred."""
 _MASK_ELEMENTS = 1 << 28
-"""Maximum elements of an attention mask (new tokens by all tokens)."""
+"""Maximum elements of an attention mask (new tokens times all tokens)."""
 
 SCORE_CHUNK = 128
-"""Tokens scored at once: logits over a vocabulary are large."""
+"""Tokens scored per forward pass: logits over a vocabulary are large."""
 
 
 class TransformersEngine:
     """A transformers causal language model as an engine (see `kvabr.types.engine.Engine`)."""
 
     def __init__(self, model: Any, spec: KVSpec, *, context: int, watched: bool = False) -> None:
-        """Wrap a model of ``context`` tokens; ``watched``: refuse later changes of adapters or weights."""
+        """Wrap a model with a context of ``context`` tokens; ``watched``: raise if adapters or weights change later."""
         self.model, self.spec, self.context = model, spec, context
         self._state = state_of(model) if watched else None
         self.mode: EngineMode = "hole"
@@ -68,7 +68,7 @@ class TransformersEngine:
 
     @property
     def weights(self) -> int:
-        """Number of the model's weights, for estimating its first prefill."""
+        """Number of parameters of the model, to estimate the time of its first prefill."""
         return sum(each.numel() for each in self.model.parameters())
 
     @property
@@ -103,17 +103,17 @@ class TransformersEngine:
             return None
         try:
             return RoomyCache(self.spec, tokens, self.dtype, self.device, self.ids_of, self.extend)
-        except RuntimeError:  # not enough memory
+        except RuntimeError:  # out of memory
             return None
 
     @torch.no_grad()
     def extend(self, cache: Any, ids: torch.Tensor, start: int) -> None:
-        """Prefill tokens, [1, token], after the ``start`` ones of a transformers cache, which grows."""
+        """Prefill tokens, [1, token], into a transformers cache of ``start`` tokens, which grows."""
         first, tokens = 0, ids.shape[1]
         while first < tokens:
             size = self.pass_tokens(start + tokens)
             try:
-                # Without the language model's head: a prefill needs no logits.
+                # Skip the language model's head: a prefill needs no logits.
                 self.model.base_model(**self._given(cache, ids[:, first : first + size], start + first))
             except torch.OutOfMemoryError:
                 if size <= CHUNK or not rewind(cache, self.spec, start + first):
@@ -123,24 +123,24 @@ class TransformersEngine:
                 first += size
 
     def pass_tokens(self, seen: int) -> int:
-        """Return the tokens per pass for a prompt of ``seen`` tokens."""
+        """Return the tokens per forward pass for a prompt of ``seen`` tokens."""
         if self.device.type == "cpu":
             return CHUNK
         return max(CHUNK, min(self._max_tokens, _MASK_ELEMENTS // seen))
 
     def _given(self, cache: Any, ids: torch.Tensor, start: int) -> dict[str, Any]:
-        """Return a model's arguments for tokens after ``start`` others; not all models take positions from a cache."""
+        """Return the arguments for a pass after ``start`` tokens; not all models derive positions from a cache."""
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         moved = {"position_ids": positions} if self._takes_positions else {}
         return {"input_ids": ids, self.cache_argument: cache, "use_cache": True, **moved}
 
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
-        """As `score_classes`, for a cache of one layer class."""
+        """Like `score_classes`, for a cache of one layer class."""
         return self.score_classes(None if kv is None else (kv,), tokens)
 
     @torch.inference_mode()
     def score_classes(self, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
-        """Return log-probabilities of the next token after each of ``tokens``, after the cache ``kv``.
+        """Return log-probabilities of the token that follows each of ``tokens``, given the cache ``kv``.
 
         Returns:
             [len(tokens), vocabulary] float64; row i is the distribution of the token after ``tokens[i]``. Float32
@@ -153,14 +153,14 @@ class TransformersEngine:
         out = torch.empty(len(tokens), self.vocabulary, dtype=torch.float64)
         for first in range(0, len(tokens), SCORE_CHUNK):
             given = self._given(cache, ids[:, first : first + SCORE_CHUNK], start + first)
-            # Row by row: with a large vocabulary, fresh memory for all costs as much as the logarithms.
+            # Row by row: with a large vocabulary, allocating memory for all rows takes as long as the logarithms.
             for row, logits in enumerate(self.model(**given).logits[0].cpu(), first):
                 torch.log_softmax(logits.double(), dim=-1, out=out[row])
         return out
 
     @torch.inference_mode()
     def answer(self, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int) -> list[int]:
-        """Return the most likely ``tokens`` ids after ``kv`` and a question, also beyond ends of text."""
+        """Return ``tokens`` most likely ids, one by one, after ``kv`` and a question, even after an end of text."""
         ids, cache, start = self._begin(question, kv)
         answer: list[int] = []
         for _ in range(tokens):
@@ -172,13 +172,14 @@ class TransformersEngine:
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradient of the model's output by the cache; calibrations weight errors with it.
+        """Return the gradient of the model's output with respect to the cache, which weights errors in calibrations.
 
-        Its expected square over the model's own next tokens is the Fisher information, the growth of the KL divergence
-        with an error. So one next token after each of ``tokens`` is sampled, and their log-probabilities are summed.
+        Its expected square over next tokens drawn from the model is the Fisher information, which determines how the KL
+        divergence grows with errors. So after each of ``tokens``, one next token is sampled; the gradient is that of
+        the sum of their log-probabilities.
 
         Returns:
-            The shapes of ``kv``, float32.
+            Tensors with the shapes of ``kv``, float32.
 
         Raises:
             ModelError: as for `score`; or the model's output is not finite.
@@ -206,7 +207,10 @@ class TransformersEngine:
 
     @property
     def concurrent(self) -> bool:
-        """True if two threads may compute at once: transformers changes length-dependent rotary embeddings in place."""
+        """True if two threads may compute at once.
+
+        False if rotary embeddings depend on length, as transformers changes these in place.
+        """
         steady = all(each.kind != "state" and each.rope is not None for each in self.spec.classes)
         return steady and self.device.type == "cpu"
 
@@ -217,7 +221,7 @@ class TransformersEngine:
                 check_finite(name, weights.detach())
 
     def _begin(self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, Any, int]:
-        """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""
+        """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and that cache's length."""
         ids, before, start = self._checked(tokens, before)
         return ids, self._cache(before), start
 
@@ -225,7 +229,7 @@ class TransformersEngine:
         return new_cache(self.model, whole=True) if before is None else whole_cache(before, self.spec, self.model)
 
     def ids_of(self, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
-        """Return the ids of tokens after ``start`` others, as a batch of one; raise as `check`."""
+        """Return the ids of tokens that follow ``start`` others, as a batch of one; errors as for `check`."""
         self.check(tokens, start)
         if not start:
             self.check_unchanged()
@@ -234,11 +238,11 @@ class TransformersEngine:
     def _checked(
         self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None, int]:
-        """Return the ids as a batch of one, the cache before them, and its length; raise if they do not fit."""
+        """Return the ids as a batch of one, the cache before them and its length; raise if the tokens do not fit."""
         parts = self.spec.parts
         if before is None:
             return self.ids_of(tokens), None, 0
-        # A model with states only does not show the number of tokens.
+        # A cache of states alone does not show the number of tokens.
         start = next((int(kv.shape[-2]) for kv, part in zip(before, parts, strict=False) if not is_state(part)), 0)
         ids = self.ids_of(tokens, start)
         shapes = [computed_shape(part, start) for part in parts]
@@ -253,7 +257,7 @@ class TransformersEngine:
         return ids, before, start
 
     def check_unchanged(self) -> None:
-        """Raise `ModelError` if adapters or weights have changed since the engine was made; takes milliseconds."""
+        """Raise `ModelError` if adapters or weights changed since the engine was created. Takes milliseconds."""
         if self._state is not None and state_of(self.model) != self._state:
             raise ModelError(
                 f"the adapters or weights of {self.spec.model} have changed since this engine was made, so its caches "
@@ -261,7 +265,7 @@ class TransformersEngine:
             )
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Raise `ModelError` unless there are valid tokens that fit the model after ``start`` others."""
+        """Raise `ModelError` unless there are tokens with valid ids that fit the model after ``start`` others."""
         if not tokens:
             raise ModelError("a prefill needs at least one token")
         if start + len(tokens) > self.context:
@@ -273,7 +277,7 @@ class TransformersEngine:
 
 
 def sample_next(logits: torch.Tensor, seed: int, model: str) -> torch.Tensor:
-    """Return the summed log-probability of one sampled token for each row of logits, [token, vocabulary].
+    """Sample one token for each row of logits, [token, vocabulary]; return the sum of their log-probabilities.
 
     The same tokens are sampled on every device. Raise `ModelError` if ``model``'s output is not finite.
     """

@@ -1,6 +1,7 @@
 """Facts about a loaded model for the names of its caches: adapters, quantisation, changes in memory.
 
-PEFT's adapters are recognised by their attributes. The merged ones of a layer count, or else its active ones.
+PEFT's adapters are recognised by their attributes. For each layer its merged adapters count, or without any, its active
+adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvabr.engines.transformers.adapter_digest import config_of, joined_digest, 
 from kvabr.types.errors import ModelError
 
 _ROWS, _COLUMNS = 4, 256
-"""Elements of each tensor to compare with the folder's: a merged adapter changes nearly all of a tensor."""
+"""Rows and columns of each tensor to compare with the file: a merged adapter changes nearly all elements."""
 _READ_BYTES = 64 << 20
 _NOT_OF_KV = frozenset(
     {"_name_or_path", "add_cross_attention", "architectures", "attn_implementation", "chunk_size_feed_forward", "dtype"}
@@ -28,11 +29,11 @@ _NOT_OF_KV = frozenset(
     | {"output_attentions", "output_hidden_states", "output_router_logits", "problem_type", "quantization_config"}
     | {"return_dict", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"}
 )
-"""Configuration keys that change no KV, or are covered elsewhere."""
+"""Configuration keys that do not change KV, or that are covered elsewhere."""
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the transformers model in a ``PeftModel``, with its adapters in its layers; another model unchanged.
+    """Return the transformers model inside a ``PeftModel``, which still has the adapters; other models unchanged.
 
     Raise `ModelError` for prompt or prefix tuning.
     """
@@ -47,7 +48,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def facts_of(model: Any, folder: Path) -> dict[str, Any]:
-    """Return the facts that change a model's KV beyond its folder, see `with_facts`; empty for an unchanged model."""
+    """Return the facts, beyond its folder, that change a model's KV, see `with_facts`; empty for an unchanged model."""
     return {
         "adapters": adapters_digest(model),
         "config": _changed_config(model, folder),
@@ -59,19 +60,19 @@ def facts_of(model: Any, folder: Path) -> dict[str, Any]:
 def state_of(model: Any) -> tuple[object, ...] | None:
     """Return a value that changes with adapters or weights, without reading weights; None if unavailable.
 
-    PyTorch counts the writes to each tensor, except those through ``weight.data``.
+    It uses PyTorch's count of writes to each tensor, which misses writes through ``weight.data``.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     if any(each.is_meta for _, each in parameters):
-        return None  # read layer by layer
+        return None  # the weights are read layer by layer
     counts = tuple((name, id(each), 0 if each.is_inference() else each._version) for name, each in parameters)  # noqa: SLF001
     return counts, tuple(_acting(model))
 
 
 def adapters_digest(model: Any) -> str | None:
-    """Return a digest of the active adapters' weights, configurations and scales; None without any.
+    """Return a digest of the active adapters' weights, configurations and scales; None without adapters.
 
-    Merging an adapter does not change it, nor do names of adapters and inactive modules.
+    Merging an adapter does not change the digest, and neither do names of adapters or inactive modules.
     """
     parts: list[bytes] = []
     modules = dict(model.named_modules())
@@ -85,7 +86,7 @@ def adapters_digest(model: Any) -> str | None:
 
 
 def _acting(model: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Yield each module with active adapters: its name, theirs, and their scales."""
+    """Yield each module with active adapters: its name, the adapters' names, and their scales."""
     for place, module in model.named_modules():
         tuned, wrapped = hasattr(module, "adapter_layer_names"), hasattr(module, "original_module")
         if not (tuned or wrapped) or not hasattr(module, "active_adapters"):
@@ -122,7 +123,7 @@ def _changed_config(model: Any, folder: Path) -> dict[str, Any]:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         theirs = _values(config)
-    except Exception:  # noqa: BLE001  # transformers raises anything; then everything is told
+    except Exception:  # noqa: BLE001  # transformers may raise any error; then the whole configuration is covered
         theirs = {}
     return {
         key: [own.get(key), theirs.get(key)]
@@ -149,7 +150,7 @@ def _quantization(model: Any, folder: Path) -> Any:
 
 
 def _has_its_folders_weights(model: Any, folder: Path) -> bool:
-    """Return True if a few elements of each tensor equal those in the folder's safetensors of the same names.
+    """Return True if samples of each tensor equal the tensor of the same name in the folder's safetensors.
 
     Tensors that are quantised, not in memory, or merged with adapters are skipped.
     """

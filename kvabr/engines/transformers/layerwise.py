@@ -1,11 +1,11 @@
-"""A transformers model with decoder layers read from disk one at a time, for calibrations of large models.
+"""A transformers model that reads its decoder layers from disk one at a time, to calibrate large models.
 
-Memory holds the embedding, the head and one layer. A call of the model reads every layer once, so all contexts go
-through each layer before the next is read. Gradients by the cache are computed likewise, from the last layer to the
-first: a temporary file has each layer's input at the scored tokens, and its output is computed again.
+Memory holds the embedding, the head and one layer. Every layer is read once: all contexts go through a layer before the
+next layer is read. Gradients with respect to the cache are computed in the same way, from the last layer to the first:
+a temporary file has each layer's input at the scored tokens, and the layer's output is computed again.
 
-Each layer must depend only on the previous output and shared inputs (masks, rotations), and have keys and values:
-Llama, Mistral, Qwen, SmolLM, Gemma 3, OLMo and others.
+Each layer must have keys and values, and depend only on the previous layer's output and shared inputs (masks,
+rotations), as in Llama, Mistral, Qwen, SmolLM, Gemma 3, OLMo and others.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CACHE = object()
 
 
 class DiskLayers:
-    """The decoder layers of a model: on the meta device, except for the running one."""
+    """The decoder layers of a model; all but the running layer are on the meta device."""
 
     def __init__(self, model: Any, weights: WeightFiles, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the layers of a model on the meta device read their weights when called.
+        """Wrap a model on the meta device, so that its layers read their weights when called.
 
         Raise `ModelError` for an unsupported class, or weights that do not fit it.
         """
@@ -83,7 +83,7 @@ class DiskLayers:
         self._model.tie_weights()
         for name, each in self._model.named_parameters():
             if each.is_meta and not name.startswith(f"{inside}."):
-                self._weights.read({name: tuple(each.shape)}, self._device, self._dtype)  # raises, as it is missing
+                self._weights.read({name: tuple(each.shape)}, self._device, self._dtype)  # raises: it is missing
         self._model.requires_grad_(False)
 
     def _reading(self, index: int) -> Callable[..., Any]:
@@ -95,7 +95,7 @@ class DiskLayers:
 
     @contextmanager
     def held(self, index: int) -> Iterator[None]:
-        """Hold one layer's weights in memory."""
+        """Keep one layer's weights in memory inside the context."""
         if self._held == index:
             yield
             return
@@ -114,7 +114,7 @@ class DiskLayers:
             layer.load_state_dict(empty, assign=True)
 
     def run(self, index: int, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        """Return the output of a layer for its input, [1, token, channel]; raise `ModelError` for a NaN."""
+        """Return the output of a layer for its input, [1, token, channel]; raise `ModelError` if it has a NaN."""
         out = self._forwards[index](hidden, **given)
         made: torch.Tensor = out[0] if isinstance(out, tuple) else out
         if bool(made.detach().isnan().any()):
@@ -122,7 +122,7 @@ class DiskLayers:
         return made
 
     def prepared(self, call: Callable[[], Any], cache: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """Return the first layer's input and every layer's arguments, with `_CACHE`, in a call of the model's body."""
+        """Return the first layer's input and every layer's arguments, with `_CACHE`, for a call of the model's body."""
         first: list[torch.Tensor] = []
         given: list[dict[str, Any]] = []
 
@@ -142,7 +142,7 @@ class DiskLayers:
         return first[0], given
 
     def after_layers(self, hidden: torch.Tensor, call: Callable[[], Any]) -> Any:
-        """Return the result of a call of the model with ``hidden`` in place of the last layer's output."""
+        """Return the result of ``call``, which runs the model, with ``hidden`` in place of the last layer's output."""
 
         def same(given: torch.Tensor, **_: Any) -> torch.Tensor:
             return given
@@ -163,9 +163,9 @@ class DiskLayers:
 
 
 def open_layers(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, DiskLayers]:
-    """Return a causal language model of a directory, evaluating, and its layers on disk.
+    """Return a causal language model from a directory, in evaluation mode, and its layers on disk.
 
-    Raise `ModelError` if transformers does not support the model, or it cannot be run layer by layer.
+    Raise `ModelError` if transformers does not support the model, or the model cannot run layer by layer.
     """
     transformers = require("transformers")
     try:
@@ -184,7 +184,7 @@ class LayerwiseEngine(TransformersEngine):
     """An engine that runs a model layer by layer, see `kvabr.publish.model.LayerEngine`."""
 
     def __init__(self, engine: TransformersEngine, layers: DiskLayers) -> None:
-        """Take the engine of a model with such layers; raise `ModelError` unless each has only keys and values."""
+        """Wrap the engine of a model with layers on disk; raise `ModelError` unless each has only keys and values."""
         super().__init__(engine.model, engine.spec, context=engine.context)
         self._layers = layers
         self._spans: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -251,7 +251,7 @@ class LayerwiseEngine(TransformersEngine):
         slopes: dict[int, torch.Tensor],
         progress: Callable[[str, int, int], None],
     ) -> None:
-        """Propagate the gradients by the last layer's output through all layers, and store those by caches."""
+        """Propagate gradients from the last layer's output back through all layers; store those for caches."""
         count, done = len(self._layers.layers), 0
         for index in reversed(range(count)):
             with self._layers.held(index), torch.enable_grad():
@@ -302,7 +302,7 @@ class LayerwiseEngine(TransformersEngine):
 
     @property
     def concurrent(self) -> bool:
-        """See `TransformersEngine.concurrent`: memory has space for one layer."""
+        """Always False, as memory has space for one layer only."""
         return False
 
     @property
@@ -358,7 +358,7 @@ def _is_plain(part: KVSpec) -> bool:
 
 
 class _Inputs:
-    """Inputs of every layer at the scored tokens of every context, in a file, each [1, token, channel]."""
+    """A file with the inputs of every layer at the scored tokens of every context, each [1, token, channel]."""
 
     def __init__(self, file: IO[bytes], tokens: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self._file, self._tokens, self._width, self._dtype = file, tokens, width, dtype

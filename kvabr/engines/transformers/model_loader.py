@@ -36,7 +36,7 @@ class LoadedModel:
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, without special tokens around it."""
+        """Return the token ids of ``text``, without special tokens before or after it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -69,10 +69,11 @@ def load_model(
             weights in safetensors.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
         device: torch's name of the device: ``cpu``, ``cuda``, ``cuda:1``.
-        dtype: element type of computation, one of `COMPUTE_DTYPES`; None: float32 on a CPU, else the saved one.
-        by_layer: leave the layers on disk, see `kvabr.engines.transformers.layerwise`; None: if the weights exceed
-            half of the memory.
-        progress: takes the progress of reading the weights for their digest, which is cached.
+        dtype: element type of computation, one of `COMPUTE_DTYPES`; None: float32 on a CPU, else the type of the saved
+            weights.
+        by_layer: True to leave the layers on disk, see `kvabr.engines.transformers.layerwise`; None: only if the
+            weights exceed half of the memory.
+        progress: called while weights are read to compute their digest, which is cached.
 
     Raises:
         ModelError: the model is missing or unsupported, or a package is not installed.
@@ -112,7 +113,7 @@ def load_model(
 
 
 def load_tokenizer(model: str) -> tuple[str, Any]:
-    """Return the name of a model's caches and its `tokenizers.Tokenizer`, without weights; errors as `load_model`."""
+    """Return the model's name for caches and its `tokenizers.Tokenizer`, without weights; raise as `load_model`."""
     if model in (SMOLLM2, smollm2.NAME):
         return smollm2.NAME, smollm2.load_tokenizer()
     path = Path(model)
@@ -141,7 +142,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _compute_dtype(dtype: str | None, device: torch.device, own: str) -> torch.dtype:
-    """Return the element type of computation: on a CPU, 16 bits are slow."""
+    """Return the element type of computation: float32 on a CPU."""
     if dtype is None:
         dtype = own if device.type != "cpu" and own in COMPUTE_DTYPES else "float32"
     made: torch.dtype = getattr(torch, dtype)
@@ -168,18 +169,18 @@ def engine_of(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> TransformersEngine:
-    """Return the engine of a model loaded from a directory; its caches have the names that `kvabr encode` gives.
+    """Return the engine of a model loaded from a directory; its caches have the same names as with `kvabr encode`.
 
     The name also covers changes since loading: active adapters (PEFT), quantisation, configuration, merged weights.
-    After further changes this engine refuses to play and publish; make another.
+    After further changes this engine refuses to play and publish; create a new one.
 
     Args:
         model: the loaded causal language model, or a ``PeftModel``; any element type, any device.
         path: the directory with config.json, tokenizer.json and the weights.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
-        snapshots_every: see there.
-        name: the model's name, instead of the one that `kvabr.engines.weights` derives.
-        progress: takes the progress of reading the weights for their digest.
+        snapshots_every: see `kvabr.engines.transformers.spec_of`.
+        name: the model's name; None: `kvabr.engines.weights` derives it.
+        progress: called while weights are read to compute their digest.
 
     Raises:
         ModelError: a layer is unsupported, or the directory has no model.
@@ -192,7 +193,7 @@ def engine_of(
     if not isinstance(context, int) or context <= 0:
         raise ModelError(f"{path}: config.json does not say how many positions the model has")
     if (original := original_context(model.config)) is not None:
-        context = min(context, original)  # longer prompts have other keys from their first token on
+        context = min(context, original)  # longer prompts have different keys from their first token on
     spec = spec_of(
         model,
         name=with_facts(name or model_name(path, progress), facts_of(model, path)),
@@ -237,5 +238,5 @@ def folder_tokenizer(path: Path) -> str:
 
 
 def asset_dtype(native: str) -> str:
-    """Return the element type of published caches, given the model's own."""
+    """Return the element type of published caches, given the model's type."""
     return "bfloat16" if native == "bfloat16" else "float16"

@@ -1,6 +1,6 @@
-"""Publishes a prefill's cache: the ``past_key_values`` of a model become an asset for an origin.
+"""Publishes the cache of a prefill: the ``past_key_values`` of a model become an asset for an origin.
 
-A state exists only after the computed tokens. A model with states therefore publishes a cache of n tokens up to its
+A cache has states only after its last token. So for a model with states, a cache of n tokens is published up to the
 last whole group before token n - 1; `prefill_prompt` keeps the snapshots.
 """
 
@@ -54,22 +54,22 @@ def cache_publisher(
     digest: str = SHA256,
     keep_tokens: bool = False,
 ) -> Publisher:
-    """Return a publisher for `publish_cache`; close it at the end.
+    """Return a publisher for `publish_cache`; the caller must close it.
 
     Args:
         engine: the model.
         root: a folder for `kvabr serve`.
         profile: codec profile of the model (`kvabr calibrate`); None: the shipped one, if it fits.
         prior: catalog of the same model to estimate losses from (`kvabr encode`); None: SmolLM2-135M's.
-        tracks: names; None: FP16, Int8, Int4, with a profile the AC layers, and for float32 states Raw.
-        queue: maximum number of caches waiting or in work.
+        tracks: names of tracks; None: FP16, Int8, Int4, with a profile the AC layers, and for float32 states Raw.
+        queue: maximum number of caches that wait or are being encoded.
         max_bytes: limit of engine assets in that folder, see `kvabr.store.quota`; None: no limit.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
-        keep_tokens: store the token ids, see `kvabr.publish.publisher.Publisher`.
+        keep_tokens: True to store the token ids, see `kvabr.publish.publisher.Publisher`.
 
     Raises:
-        UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
-        ForeignError: the profile is of another model.
+        UsageError: a track needs a profile or is missing in the prior, or the folder cannot be created.
+        ForeignError: the profile is for another model.
     """
     return Publisher(
         root,
@@ -93,24 +93,24 @@ def publish_cache(
     *,
     salt: bytes = b"",
 ) -> Future[PublishOutcome]:
-    """Publish the first tokens of a cache: copy it now, and encode it in the background.
+    """Publish the first tokens of a cache: copy them now, and encode them in the background.
 
     A cache with states is published up to its last snapshot within these tokens.
 
     Args:
         publisher: from `cache_publisher`.
         engine: the model.
-        cache: the ``past_key_values`` of its output, for one prompt; with states from `prefill_prompt`.
-        tokens: ids of the prompt, or of its shared part.
+        cache: the ``past_key_values`` of the model's output, for one prompt; with states, from `prefill_prompt`.
+        tokens: ids of the prompt, or of the prefix to publish.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:
         The outcome: ``published``, ``known`` (published before), ``full`` (queue full) or ``failed``.
 
     Raises:
-        UsageError: fewer tokens than a group or more than the cache has, no snapshot within them, or a cache that was
-            itself played with losses.
-        ModelError: the cache is quantised, static, lacks tokens outside windows, or is another model's.
+        UsageError: fewer tokens than a group or more than the cache has, no snapshot within these tokens, or a cache
+            that was itself played with losses.
+        ModelError: the cache is quantised, static, lacks tokens outside windows, or is from another model.
     """
     spec = engine.spec
     ids = prompt_ids(engine, tokens)
@@ -143,8 +143,9 @@ def publish_cache(
 def prefill_prompt(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> Any:
     """Compute the cache of a prompt, ids or ``input_ids``, except its last token, for publishing and generating.
 
-    Pass it to `publish_cache`, then to ``generate()`` as ``past_key_values``, with all ``input_ids``. Window layers
-    keep all tokens. States have snapshots every `LayerClass.interval` tokens, if set, and after the last whole group.
+    Pass the cache to `publish_cache`, then to ``generate()`` as ``past_key_values``, with all ``input_ids``. Window
+    layers keep all tokens. States have snapshots every `LayerClass.interval` tokens, if set, and after the last whole
+    group.
 
     Raises:
         UsageError: there is more than one prompt.
@@ -179,7 +180,7 @@ def prefill_live(
     begun: Callable[[LiveSlot], object] = lambda _slot: None,
     progress: Callable[[int, int], object] = lambda _done, _all: None,
 ) -> tuple[Any, Future[PublishOutcome]]:
-    """Compute the cache of a prompt, and publish it meanwhile, so that others can play it while it grows.
+    """Compute the cache of a prompt and publish it at once, so that others can play it while it grows.
 
     If the model fails or is interrupted, the computed tokens are published as the cache of a shorter prompt.
 
@@ -187,18 +188,19 @@ def prefill_live(
         live: a `kvabr.publish.live_publisher.LivePublisher` of a `cache_publisher`.
         engine: the model.
         tokens: ids of the prompt; omit its last token to continue with ``generate()``.
-        pace: cost of a prefill; None: the prior's if of this model, else a short prefill is timed.
+        pace: cost of a prefill; None: that of the prior if it is of this model, else a short prefill is timed.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
         run_tokens: tokens computed at a time; fewer towards the end, so that little is left to publish.
-        always: also compute caches that cannot be published, for instance because others do; otherwise return None.
+        always: True to also compute a cache that cannot be published, for instance because another process publishes
+            it; False to return None instead.
         begun: called once the prompt is announced.
-        progress: takes the tokens done and all tokens.
+        progress: called with the computed tokens and all tokens.
 
     Returns:
-        The cache, as of `prefill_prompt`, and the outcome, as of `publish_cache`.
+        The cache, as from `prefill_prompt`, and the outcome, as from `publish_cache`.
 
     Raises:
-        UsageError: there is more than one prompt, or runs of no tokens.
+        UsageError: there is more than one prompt, or ``run_tokens`` is less than 1.
         ModelError: the tokens do not fit the model.
     """
     ids, spec = prompt_ids(engine, tokens), engine.spec
@@ -230,7 +232,7 @@ def prefill_live(
 
 
 def runs(tokens: int, max_tokens: int, group_tokens: int, marks: Iterable[int] = ()) -> list[int]:
-    """Return the ends of the runs of a prompt's computation, shorter towards the end.
+    """Return the ends of the runs in which a prompt is computed; runs are shorter towards the end.
 
     Each run but the last ends with a group or at a mark.
     """
@@ -247,7 +249,7 @@ def runs(tokens: int, max_tokens: int, group_tokens: int, marks: Iterable[int] =
 
 
 def _run(cache: Any, spec: KVSpec, first: int, last: int, tokens: int) -> tuple[torch.Tensor, ...]:
-    """Copy the last run of tokens of a cache; for states the snapshot there, if the prompt has one."""
+    """Copy the last run of tokens of a cache, and for a state the snapshot at the run's end, if there is one."""
     pairs = zip(read_cache(cache, spec, first, last), spec.parts, strict=True)
     return tuple(
         kv[:, :, :, :0] if part.only.kind == "state" and last not in snapshot_ends(part, tokens) else kv
@@ -260,7 +262,7 @@ def _pace(live: LivePublisher, engine: TransformersEngine, ids: Sequence[int]) -
     if prior.prefill is not None and prior.spec.model == engine.spec.model:
         return prior.prefill
     first = ids[: engine.spec.group_tokens]
-    for _ in range(2):  # the first takes longer
+    for _ in range(2):  # the first prefill takes longer
         began_s = time.perf_counter()
         engine.prefill_classes(first)
         seconds = time.perf_counter() - began_s
@@ -279,10 +281,11 @@ def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
 
 
 def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
-    """Return the codec profile in a file; without one, the shipped profile for this shape, if any.
+    """Return the codec profile in a file; without a path, the shipped profile for this shape, if any.
 
     A profile of the same model before fine-tuning or with other adapters fits, since the statistics hardly differ.
-    Raise `AssetError` if the file cannot be read, `FormatError` for another file, `ForeignError` for another model's.
+    Raise `AssetError` if the file cannot be read, `FormatError` if it is not a profile, `ForeignError` if it is for
+    another model.
     """
     if path is None:
         shipped = shipped_profile(spec)

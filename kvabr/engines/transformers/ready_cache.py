@@ -37,7 +37,7 @@ from kvabr.types.media import MediaTokens
 _log = logging.getLogger("kvabr.transformers")
 
 EXACT_TRACKS = ("Raw", "FP16", "BF16", RECOMPUTED)
-"""Exact tracks; for a float32 state only the first and the last."""
+"""Exact tracks; for a float32 state, only the first and the last of these are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ class ReadyCache:
     ``past_key_values``, with all ``input_ids``. It grows with the text, so use it once.
     """
     tokens: int
-    """Covered tokens, never the whole prompt: ``generate()`` needs at least one token."""
+    """Number of cached tokens, less than the whole prompt: ``generate()`` needs at least one token."""
     played: Played | NothingCached
     problem: str | None
-    """Why the origin's cache could not be played; None if it could."""
+    """Why the origin's cache could not be played; None if it was played."""
 
     @property
     def upgrades(self) -> Upgrades | None:
-        """Upgrades that continue while the cache is in use, see `Steps`, if any."""
+        """Upgrades that continue while the cache is in use, see `Steps`; None without upgrades."""
         return None if isinstance(self.played, NothingCached) else self.played.upgrades
 
     @property
     def exact(self) -> bool:
-        """True if every group arrived on an exact track, or was computed after exact groups."""
+        """True if every group arrived on an exact track, or was computed after exact groups only."""
         played = self.played
         if isinstance(played, NothingCached):
             return True
@@ -84,18 +84,19 @@ def play_cache(
     """Return the cache of a prompt, blocking.
 
     Args:
-        client: finds and plays it; its own engine may be another one.
-        engine: the model. With states, all but the last token of the prompt are played: a state cannot be shortened.
+        client: finds and plays the cache; its own engine may be another one.
+        engine: the model. With states, all but the last token of the prompt are played, as states cannot be truncated.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.
         deadline: TTFT deadline in seconds from this call, including the model's time for uncached tokens.
             ``generate()`` also computes the last cached tokens if that reduces the loss enough (`PlayOptions.tail`).
-        options: of the play (default: the client's). Without ``recompute``, groups that cannot be played are an error.
+        options: options of the play (default: the client's). Without ``recompute``, groups that cannot be played are an
+            error.
 
     Raises:
         UsageError: there is more than one prompt, or an argument is wrong.
         ModelError: the tokens do not fit the model.
         PlayError: the cache can neither be fetched nor computed.
-        PolicyError: from the policy or the estimator.
+        PolicyError: the policy or the estimator raised it.
     """
     ids, how, problems = _prepare(engine, tokens, options or client.options)
     if not (wanted := _wanted(engine, ids)):
@@ -111,7 +112,7 @@ async def play_cache_async(
     deadline: float,
     options: PlayOptions | None = None,
 ) -> ReadyCache:
-    """As `play_cache`, for asyncio. Cancelling it cancels its downloads."""
+    """Like `play_cache`, for asyncio. Cancelling the coroutine cancels its downloads."""
     ids, how, problems = _prepare(engine, tokens, options or client.options)
     if not (wanted := _wanted(engine, ids)):
         return _ready(engine, ids, NothingCached(engine.spec, 0.0), problems)
@@ -119,7 +120,7 @@ async def play_cache_async(
 
 
 def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> list[int]:
-    """Return the ids of one prompt, checked against the unchanged model; raise `UsageError` for more prompts."""
+    """Return the ids of one prompt, checked to fit the unchanged model; raise `UsageError` for more than one prompt."""
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() == 2 and tokens.shape[0] != 1:
             raise UsageError(f"input_ids has {tokens.shape[0]} prompts: play them one at a time")
@@ -135,7 +136,7 @@ def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor)
 def _prepare(
     engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor, options: PlayOptions
 ) -> tuple[list[int], PlayOptions, list[str]]:
-    """Return the prompt's ids, the options of its play, and a list for the reason of a failed lookup."""
+    """Return the prompt's ids, the options of its play, and a list that gets the reason if the lookup fails."""
     ADAPTER.check(require("transformers").__version__)
     problems: list[str] = []
 
@@ -144,7 +145,7 @@ def _prepare(
             problems.append(event.reason)
         options.note(event)
 
-    # States keep their element type, which may be wider than the model's.
+    # A state keeps its own element type, which may be wider than the model's.
     dtype = options.dtype or (None if has_states(engine.spec) else engine.dtype)
     ids, out = prompt_ids(engine, tokens), options.out
     if out is None and is_plain(engine.spec) and len(engine.spec.parts) == 1 and gpu.runs_on(engine.device):
@@ -180,7 +181,7 @@ def _ready(
 class Steps:
     """Allows upgrades of a cache between two steps of ``generate()``; a context manager.
 
-    It is a hook for `kvabr.client.upgrades.Upgrades.into`::
+    Pass it to `kvabr.client.upgrades.Upgrades.into`::
 
         ready = play_cache(client, engine, input_ids, deadline=2.0, options=PlayOptions(after=math.inf))
         with Steps(engine, ready) as steps:
@@ -188,7 +189,7 @@ class Steps:
                 ready.upgrades.into(steps)
             output = model.generate(input_ids, past_key_values=ready.cache)
 
-    Text generated before an upgrade, and its part of the cache, do not change.
+    An upgrade does not change text generated before it, nor the cache of that text.
     """
 
     def __init__(self, engine: TransformersEngine, ready: ReadyCache) -> None:
@@ -221,7 +222,7 @@ class Steps:
             self._hooks = []
 
     def __call__(self, first: int, last: int, write: Callable[[], None]) -> bool:
-        """Write between two steps; see `kvabr.client.engine_hook.Rewrite`."""
+        """Call ``write`` between two steps; see `kvabr.client.engine_hook.Rewrite`."""
         with self._lock, torch.no_grad():
             if not self._hooks:
                 return False
@@ -242,7 +243,7 @@ class Steps:
                 if only.role == INDEXER:
                     state.indexer_keys[0, first:last] = keys[place, 0, first:last].to(state.indexer_keys)
                     continue
-                # A window layer has dropped old tokens, but counts them.
+                # A window layer counts old tokens that it has dropped.
                 held = state.keys.shape[2]
                 gone = getattr(state, "cumulative_length", held) - held
                 begin = max(first, span.first, gone)

@@ -1,4 +1,4 @@
-"""A cache on the model's device with space for a whole prompt; transformers' own is copied for every layer and pass."""
+"""A preallocated cache for a whole prompt on the model's device. Transformers' own cache is copied in every pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RoomyCache:
     def __init__(
         self, spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device, ids_of: IdsOf, extend: Extend
     ) -> None:
-        """Allocate ``tokens`` tokens, see `fits`; ``ids_of`` and ``extend`` are the engine's."""
+        """Allocate ``tokens`` tokens, see `fits`; ``ids_of`` and ``extend`` are methods of the engine."""
         self._ids_of, self._extend = ids_of, extend
         shape = spec.shape(tokens)
         self._storage = torch.empty((*shape[:2], 1, *shape[2:]), dtype=dtype, device=device)
@@ -37,13 +37,13 @@ class RoomyCache:
         self._storage[:, :, 0, :, first : first + kv.shape[3]].copy_(kv)
 
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
-        """Compute tokens after the first ones, which are in place, and keep them."""
+        """Compute tokens that follow the ``first`` ones already in the cache, and add them to it."""
         computed = self.compute(self._ids_of(tokens, first), first)
         return computed.clone() if computed.data_ptr() == self._storage.data_ptr() else computed
 
     @torch.inference_mode()
     def compute(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """As `prefill`, for checked ids, [1, token]. The result may be a view."""
+        """Like `prefill`, for checked ids, [1, token]. The result may be a view."""
         past = require("transformers").Cache(layers=[_layer_class()(*pair, first) for pair in self._storage])
         self._extend(past, ids, first)
         return self._storage[:, :, 0, :, first : first + ids.shape[1]].contiguous()

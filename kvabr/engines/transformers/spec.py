@@ -2,7 +2,7 @@
 
 Supported rotary embeddings are plain ones and those with a constant scaling: linear (position interpolation; Chen et
 al., 2023), Llama 3 (the Llama 3.1 models) and YaRN (Peng et al., 2023). LongRoPE rotates keys of long and short prompts
-differently, which a spec cannot express. "Dynamic" scaling is plain within the model's context.
+differently, which a spec cannot express. Within the model's context, "dynamic" scaling equals the plain embedding.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
 _PROBED = 8
 _PROBE_POSITION = 500
-"""Position of the probe's last token: far enough for slow rotations to show, near enough for exact float32 angles."""
+"""Position of the probe's last token: far enough to reveal slow rotations, near enough for exact float32 angles."""
 _DIGITS = 9
-"""Significant digits of a frequency, so that a spec's digest is the same on every machine: powers and logarithms differ
-in the last of 16 digits, a model's float32 frequencies in the 7th.
-"""
+"""Significant digits of a frequency, so that a spec's digest is the same on every machine."""
 _TOLERANCE = 1e-3
 _COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Maximum error of a rotated key, relative to the largest; 16-bit models round sines and keys."""
+"""Maximum error of a rotated key, relative to the largest key; 16-bit models round sines and keys."""
 _MIN_STATE_DIFFERENCE = 0.02
-"""Relative difference between two states of a first layer beyond rounding, also in 16 bits."""
+"""Minimum relative difference between two states of a first layer that is not due to rounding, also in 16 bits."""
 _MAX_FREQUENCY_ERROR = 1e-5
 """Maximum relative difference between float32 and float64 frequencies."""
 Scaled = tuple[list[float], float]
-"""Frequencies, and the factor for cosines and sines."""
+"""Frequencies, and the factor by which cosines and sines are multiplied."""
 
 
 def spec_of(
@@ -61,16 +59,17 @@ def spec_of(
 
     Args:
         model: the model.
-        name: its name, as in the track namespace.
+        name: the model's name, as in the track namespace.
         tokenizer: digest of the tokenizer.
         dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`; float32 states keep theirs.
-        whole_windows: treat window layers as full attention, for measurements on caches of all tokens.
-        snapshots_every: tokens between published snapshots of a state within a prompt, a multiple of the group's; None:
-            only one, at the end.
+        whole_windows: True to treat window layers as full attention, for measurements on caches of all tokens.
+        snapshots_every: tokens between published snapshots of a state within a prompt, a multiple of the group size;
+            None: only one snapshot, at the end.
 
-    Layers that differ in kind, window or shape form their own classes, as do states and indexer keys. Keys and values
-    that are one vector are published once. Layers without a cache have no number. A class has a rotary embedding if one
-    explains the keys of all its layers; with full attention in every layer, of the first.
+    Layers that differ in kind, window or shape form separate classes, and so do states and indexer keys. If keys and
+    values are one vector, it is published once. Layers without a cache are not numbered. A class has a rotary embedding
+    if one embedding explains the keys of all its layers; if all layers have full attention, only the first layer is
+    checked.
 
     Raises:
         ModelError: a layer is unsupported, or the model does not continue from its own cache.
@@ -123,7 +122,7 @@ class _Alike(NamedTuple):
 
 @torch.inference_mode()
 def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
-    """Return the cache's indices of layers with content, and their content other than keys and values."""
+    """Return the indices of layers that have a cache, and each layer's contents other than keys and values."""
     cache = new_cache(model, whole=True)
     ids = torch.full((1, 1), 100, device=model.device)
     model.base_model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
@@ -144,9 +143,9 @@ def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
 
 @torch.inference_mode()
 def _check_continues(model: Any, name: str) -> None:
-    """Raise `ModelError` unless a prompt in two pieces leaves the same states as in one.
+    """Raise `ModelError` if a prompt computed in two pieces leaves other states than in one piece.
 
-    In transformers 5.19, Mamba-1's layers (Jamba) begin every run of several tokens with an empty state.
+    In transformers 5.19, layers of Mamba-1 (Jamba) begin every run of several tokens with an empty state.
     """
     ids = torch.arange(100, 100 - _PROBED, -1, device=model.device)[None]
     found = []
@@ -159,7 +158,7 @@ def _check_continues(model: Any, name: str) -> None:
         found.append(states_of(cache))
     checked: set[str] = set()
     for layer, role in sorted(found[0]):
-        if role in checked:  # inputs of later layers are rounded
+        if role in checked:  # inputs of later layers have rounding errors
             continue
         checked.add(role)
         state, other = (states[layer, role].float() for states in found)
@@ -203,7 +202,7 @@ def _takes_positions(model: Any) -> bool:
 
 @torch.inference_mode()
 def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return keys and values of every layer, [head, position, dim], for one token id at every position; None: no keys.
+    """Return each layer's keys and values, [head, position, dim], for one token id at all positions; None: no keys.
 
     Each position is a separate prompt of one token, so keys differ only by rotation. A model without position arguments
     gets one prompt instead.
@@ -233,7 +232,7 @@ def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.T
 def rope_of(
     model: Any, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, kind: str | None = None
 ) -> RopeSpec | None:
-    """Return the rotary embedding of a layer if it explains the keys of one token, else None.
+    """Return the rotary embedding of a layer if it explains the keys of one token id; else None.
 
     ``keys``, [head, position, dim], differ only by rotation, see `_probe`; the first of ``positions`` is 0. Latent
     attention stores rotated keys in place of ``values``, with another dim. ``kind`` is the layer's type in the model's
@@ -281,7 +280,7 @@ def _parameters(config: Any, kind: str | None) -> dict[str, Any]:
 
 
 def _scaled(plain: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
-    """Return the scaled embedding of a configuration; the plain one if scaling changes nothing."""
+    """Return the scaled embedding that a configuration describes; the plain one if scaling changes nothing."""
     frequencies, factor = _SCALINGS[parameters["rope_type"]](plain, parameters)
     rounded = tuple(map(_rounded, frequencies))
     if _rounded(factor) == 1 and rounded == tuple(map(_rounded, _powers(plain))):
@@ -302,7 +301,7 @@ def _linear(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
 
 
 def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
-    """Keep pairs that turn often within the original context, slow down those that do not, and blend in between."""
+    """Keep pairs that rotate often within the original context, slow down those that rotate rarely, and interpolate."""
     context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     out = []
@@ -314,7 +313,7 @@ def _llama3(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
 
 
 def _yarn(plain: RopeSpec, parameters: Mapping[str, Any]) -> Scaled:
-    """As `_llama3`, but blend by the index of the pair instead of its turns, and multiply keys by a factor."""
+    """Like `_llama3`, but interpolate by the index of the pair instead of its turns, and multiply keys by a factor."""
     context, factor = float(parameters["original_max_position_embeddings"]), float(parameters["factor"])
     rotary = plain.rotary_dim
 
@@ -351,7 +350,7 @@ _SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, Any]], Scaled]] = {
 
 
 def _is_the_models(rope: RopeSpec, own: object, factor: float) -> bool:
-    """Return True if the model has the same frequencies and factor, which its keys do not fully show."""
+    """Return True if the model has the same frequencies and factor; its keys do not reveal them precisely."""
     if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
         return False
     ours = torch.tensor(rope.frequencies, dtype=torch.float64)

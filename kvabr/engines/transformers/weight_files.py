@@ -1,4 +1,4 @@
-"""Weights in a model's directory, read tensor by tensor, so that a model need not fit into memory."""
+"""Reads the weights in a model's directory tensor by tensor, so that the model need not fit into memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WeightFiles:
         return sum(path.stat().st_size for path in set(self._places.values()))
 
     def read(self, wanted: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        """Return tensors by name; raise `ModelError` if one is missing, not finite, or of another shape."""
+        """Return tensors by name; raise `ModelError` if one is missing, not finite, or has another shape."""
         out: dict[str, torch.Tensor] = {}
         for path, names in self._by_file(wanted).items():
             try:
@@ -79,7 +79,7 @@ class WeightFiles:
 
 def check_finite(name: str, weights: torch.Tensor) -> None:
     """Raise `ModelError` if weights are not finite."""
-    # A sum needs no memory, and is finite only if all numbers are, unless it overflows.
+    # A sum needs no memory. It is finite if all numbers are, unless it overflows.
     if not bool(torch.isfinite(weights.sum(dtype=torch.float32))) and not bool(torch.isfinite(weights).all()):
         raise ModelError(f"the weights {name} have numbers that are NaN or infinite; the model is damaged")
 

@@ -1,6 +1,6 @@
-"""vLLM plays through kvabr: `KvabrConnector`, an out-of-tree KV connector.
+"""vLLM: `KvabrConnector`, an out-of-tree KV connector that plays caches through kvabr.
 
-The engine's configuration names it::
+Name it in the engine's configuration::
 
     KVTransferConfig(
         kv_connector="KvabrConnector",
@@ -9,8 +9,8 @@ The engine's configuration names it::
         kv_connector_extra_config={"url": "moqt://origin.example/", "deadline_s": 2.0},
     )
 
-vLLM builds one in its scheduler (`scheduler`) and one in each worker (`worker`). A request waits while its cache is
-played into blocks; vLLM then computes the tokens after it. Only `connector` imports vLLM.
+vLLM creates a connector in its scheduler (`scheduler`) and in each worker (`worker`). A request waits while its cache
+is played into blocks; vLLM then computes the remaining tokens. Only `connector` imports vLLM.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def register() -> None:
     """Register the connector with vLLM in each of its processes (entry point ``vllm.general_plugins``); idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM's own
 
-    if "KvabrConnector" not in KVConnectorFactory._registry:  # noqa: SLF001  # no other way to ask
+    if "KvabrConnector" not in KVConnectorFactory._registry:  # noqa: SLF001  # there is no public way to check
         KVConnectorFactory.register_connector("KvabrConnector", "kvabr.engines.vllm.connector", "KvabrConnector")
 
 

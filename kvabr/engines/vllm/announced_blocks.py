@@ -1,8 +1,8 @@
-"""KV events of the connector, for routers, in vLLM's format: blocks available from kvabr.
+"""KV events of the connector for routers, in vLLM's format, about blocks that are available from kvabr.
 
-Requests with an adapter or media are not announced: routers name blocks by tokens only. A prefix is announced on every
-lookup that finds it, since a router may have forgotten it, and when all workers have published it. It is removed when a
-lookup finds less, the weights change, or there are more than `MAX_BLOCKS`.
+Requests with an adapter or media are not announced: routers identify blocks by tokens only. A prefix is announced when
+all workers have published it, and whenever a lookup finds it, since a router may have forgotten it. It is removed when
+a lookup finds fewer tokens, when weights change, or when there are more than `MAX_BLOCKS`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksRemoved, KVBlocksStored, KVEvent
 
 MAX_BLOCKS = 1 << 19
-"""Blocks remembered for their removal."""
+"""Maximum number of announced blocks to remember for later removal."""
 _MAX_PENDING = 1024
 
 
 class AnnouncedBlocks:
-    """Announced blocks and pending events; requests are vLLM's objects."""
+    """Announced blocks and pending events. Requests are vLLM's objects."""
 
     def __init__(self, block: int, ranks: int = 1, limit: int = MAX_BLOCKS) -> None:
-        """Start; a block has ``block`` tokens, and ``ranks`` workers publish a part each."""
+        """Create without events. A block has ``block`` tokens; ``ranks`` workers publish a part of each."""
         self._block, self._ranks, self._limit = block, ranks, limit
         self._announced: OrderedDict[bytes, None] = OrderedDict()
         self._pending: OrderedDict[str, tuple[Any, int]] = OrderedDict()
@@ -37,7 +37,7 @@ class AnnouncedBlocks:
         count = min(len(names), tokens // self._block)
         if count:
             self._events.append(self._stored(request, names[:count]))
-        for name in reversed(names[:count]):  # forget the beginning of a prompt last
+        for name in reversed(names[:count]):  # remove the beginning of a prompt last
             self._announced[name] = None
             self._announced.move_to_end(name)
         self._remove(names[count:])
@@ -53,7 +53,7 @@ class AnnouncedBlocks:
             self._pending.popitem(last=False)
 
     def published(self, request: str, tokens: int) -> None:
-        """Record the tokens that a worker has published."""
+        """Record how many tokens of a request a worker has published."""
         known, ranks = self._pending.pop(request, (None, 0))
         if known is None or not tokens:
             return
@@ -63,7 +63,7 @@ class AnnouncedBlocks:
             self.found(known, max(tokens, self._had(known)))
 
     def reset(self) -> None:
-        """Remove everything, because caches get other names."""
+        """Remove all announced blocks, because cache names change."""
         self._pending.clear()
         self._remove(list(self._announced))
 
@@ -96,5 +96,5 @@ class AnnouncedBlocks:
 
 
 def _plain(request: Any) -> bool:
-    """Return True if only tokens and salt determine a request's cache."""
+    """Return True if a request's cache depends only on tokens and salt."""
     return getattr(request, "lora_request", None) is None and not getattr(request, "mm_features", None)

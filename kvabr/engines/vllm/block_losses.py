@@ -1,9 +1,9 @@
-"""Loss limit of vLLM's prefix cache: later requests do not reuse lossy plays.
+"""Limits the loss in vLLM's prefix cache: later requests do not reuse blocks of lossy plays.
 
-If a play loses more than `VllmSettings.keep_loss`, its blocks and those computed after them are evicted when its
-request ends. Until then, requests with the same or a shorter deadline may share them; for any other request the blocks
-are evicted at once. The loss of a play includes that of the kept blocks before it. A request with a limit lower than
-that of its blocks uses none of vLLM's prefix cache.
+If a play loses more than `VllmSettings.keep_loss`, its blocks, and blocks computed after these, are evicted when its
+request ends. Until then, requests with the same or a shorter deadline may share them; any other request causes
+immediate eviction. The loss of a play includes the loss of reused blocks before it. If those blocks exceed a request's
+own limit, it uses no blocks of vLLM's prefix cache.
 
 Pure: no vLLM, no clock, no threads.
 """
@@ -28,34 +28,34 @@ _MAX_REMEMBERED = 4096
 class _Served:
     tokens: Sequence[int]
     apart: object
-    """Key of its blocks in vLLM's prefix cache, in addition to tokens and media."""
+    """Key of the request's blocks in vLLM's prefix cache, in addition to tokens and media."""
     media: tuple[tuple[object, int], ...]
     deadline_s: float
     first: int
     loaded: int = 0
     loss: float = 0.0
-    """Expected loss of its own play, nats per generated token."""
+    """Expected loss of the request's own play, nats per generated token."""
     worst: float = 0.0
-    """Loss of that play for a request that shares no later tokens."""
+    """Loss of the play for another request that shares no later tokens."""
     before: float = 0.0
-    """Loss, within the limit, of blocks before the load."""
+    """Loss of reused blocks before the load; within the limit."""
     begins: object = None
     shared: float = 0.0
-    """Loss, above the limit, of the play with shared blocks."""
+    """Loss of another request's play with shared blocks; above the limit."""
     blocks: set[int] = field(default_factory=set)
     ran: bool = False
     unseen: int = 0
     hidden: bool = False
-    """True if its first blocks were evicted, so they cannot be shared."""
+    """True if the request's first blocks were evicted, so that no request can share them."""
 
     @property
     def leaves(self) -> float:
-        """Loss that another request takes over with its blocks."""
+        """Loss that another request inherits if it reuses the blocks."""
         return max(self.before + self.worst, self.shared)
 
 
 class BlockLosses:
-    """The requests of one engine."""
+    """Losses of one engine's requests and their blocks."""
 
     def __init__(
         self,
@@ -67,14 +67,15 @@ class BlockLosses:
     ) -> None:
         """Start without requests.
 
-        ``limit`` is the maximum loss, nats per generated token; ``blocks`` the block size of each table, in tokens;
-        ``evict`` takes block ids; ``hashed`` is the tokens per hash, by default the first table's block size.
+        ``limit`` is the maximum loss, nats per generated token; ``blocks`` has the block size of each table, in tokens;
+        ``evict`` receives block ids; ``hashed`` is the number of tokens per hash, by default the first table's block
+        size.
         """
         self._limit, self._sizes, self._evict, self._counts = limit, tuple(blocks), evict, counts
         self._hashed = hashed or self._sizes[0]
         self._served: dict[str, _Served] = {}
         self._left: OrderedDict[object, float] = OrderedDict()
-        """Losses of recent plays within the limit, by vLLM's hash of their first block."""
+        """Losses of recent plays within the limit, by vLLM's hash of a play's first block."""
         self._lossy: dict[str, _Served] = {}
 
     def begin(self, request: Any, deadline_s: float, first: int, loaded: int, tables: Sequence[Sequence[int]]) -> None:
@@ -87,7 +88,7 @@ class BlockLosses:
         served.begins = next(iter(_hashes(request)[first // self._hashed :][:1]), None)
 
     def lost(self, name: str, loss: float, worst: float) -> None:
-        """Record the expected loss of a request's play; ``worst`` is that of a request that shares no later tokens."""
+        """Record a play's expected loss for its request, and for requests that share no later tokens (``worst``)."""
         served = self._served.get(name)
         if served is None:
             return
@@ -103,7 +104,7 @@ class BlockLosses:
                 self._left.popitem(last=False)
 
     def loss_before(self, request: Any, computed: int) -> float:
-        """Return the expected loss of vLLM's first ``computed`` tokens, which a request may use."""
+        """Return the expected loss of vLLM's first ``computed`` tokens for a request."""
         own = self._served.get(request.request_id)
         return self._left_before(request, computed) + (0.0 if own is None else own.shared)
 
@@ -114,7 +115,8 @@ class BlockLosses:
     def may_share(self, request: Any, computed: int, deadline_s: float, max_loss: float = math.inf) -> bool:
         """Return True if a request may use vLLM's first ``computed`` tokens; otherwise evict lossy blocks.
 
-        ``deadline_s`` is its own play's, infinite without one; ``max_loss`` the maximum loss of these tokens.
+        ``deadline_s`` is the deadline of the request's own play (infinite without a play), ``max_loss`` the maximum
+        loss of these tokens.
         """
         name, spared, shared = request.request_id, False, None
         for other, lossy in self._lossy.items() if unfit(request) is None else ():  # otherwise it has its own blocks
@@ -152,11 +154,11 @@ class BlockLosses:
             if not lossy.blocks or lossy.unseen >= min(self._sizes):
                 lossy.blocks |= self._ids(lossy, tables(name))
                 lossy.unseen = 0
-                if lossy.hidden:  # others have computed the tokens before these since, and would share them
+                if lossy.hidden:  # requests have computed the preceding tokens again, and would share these blocks
                     self._evict(lossy.blocks)
 
     def over(self, name: str, tables: Sequence[Sequence[int]]) -> dict[str, float] | None:
-        """End a request, given its block tables; return its served losses, or None without a load."""
+        """End a request, given its block tables; return the losses that it was served with, or None without a load."""
         served = self._served.get(name)
         if served is None:
             return None

@@ -23,7 +23,7 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.units import Span, Unit
 
 Runs = Sequence[Sequence[int]]
-"""Block numbers of a run of tokens, per block table."""
+"""Block numbers of a run of tokens, for each block table."""
 Caches = Mapping[str, torch.Tensor]
 """vLLM's tensor of each layer, [block, head, token, dim of key and value], or, for states, [block, 1, 1, byte]."""
 LayoutOf = Callable[[torch.Tensor], BlockLayout]
@@ -44,7 +44,7 @@ class _Shelf:
         return [codes(kv)[row] for row in self.pages.rows]
 
     def slots(self, numbers: NDArray[np.int64], first: int, tokens: NDArray[np.int64]) -> BlockSlots:
-        """Return the slots of tokens in blocks that begin at token ``first``; -1 outside."""
+        """Return the slots of tokens, given the numbers of blocks that start at token ``first``; -1 outside of them."""
         block = self.pages.block
         place = tokens - first
         inside = (place >= 0) & (place < len(numbers) * block)
@@ -101,9 +101,9 @@ class EngineBlocks:
     """The engine's caches in one worker; thread-safe for different blocks."""
 
     def __init__(self, model: ServedModel, caches: Caches, layout_of: LayoutOf, store: Store | None = None) -> None:
-        """Take the engine's caches by vLLM's names; quantised ones need ``store``.
+        """Wrap the engine's caches, by vLLM's layer names; quantised caches need ``store``.
 
-        Raise `UsageError` if they differ from vLLM's configuration.
+        Raise `UsageError` if caches differ from vLLM's configuration.
         """
         self._model, self._store = model, store
         named = {name for pages in model.caches.pages for name in pages.names}
@@ -149,8 +149,8 @@ class EngineBlocks:
     ) -> tuple[list[CodedGroup], list[Place], list[int]]:
         """Return the groups to decode for tokens ``first`` to ``last`` - 1, their places, and their first tokens.
 
-        ``runs`` has the blocks of these tokens, whole in every table; those dropped from windows are skipped. Raise
-        `PlayError` if the play, of the model or this rank, lacks tokens of a block.
+        ``runs`` has the blocks of these tokens, which must be whole in every table; blocks that left a window are
+        skipped. Raise `PlayError` if the play lacks tokens of a block.
         """
         own, spans = self._own(prefix.spec), prefix.spans
         numbers: dict[int, NDArray[np.int64]] = {}
@@ -177,7 +177,7 @@ class EngineBlocks:
         return groups, places, begins
 
     def _numbers(self, shelf: _Shelf, span: Span, first: int, last: int, runs: Runs) -> NDArray[np.int64]:
-        """Return the blocks of a table, negative if not written; clear those without a group."""
+        """Return the blocks of a table, negative for blocks not to write; clear blocks that no group fills."""
         pages, numbers = shelf.pages, np.array(runs[shelf.pages.group], np.int64)
         if len(numbers) * pages.block != last - first:
             raise PlayError(f"{len(numbers)} blocks of {pages.block} do not hold {last - first:,} tokens")
@@ -190,7 +190,7 @@ class EngineBlocks:
                 f"{shelf.part.only.title}: tokens {span.first:,} to {span.first + span.tokens:,} were played, "
                 f"{begin:,} to {last:,} are needed"
             )
-        if missing and begin < last:  # out of the window, but in its first block
+        if missing and begin < last:  # outside the window, but in its first block
             there = shelf.slots(numbers[absent:], begin, np.arange(begin, span.first))
             shape = (len(shelf.blocks), len(shelf.blocks[0]), there.first.shape[1], missing, there.first.shape[3])
             there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
@@ -244,7 +244,7 @@ class EngineBlocks:
             there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
 
     def _own(self, played: KVSpec) -> Mapping[int, _Own]:
-        """Return this rank's part of each class in a play of the model or the rank."""
+        """Return this rank's part of each class, for a play of the whole model or of the rank."""
         model = self._model
         given = [(len(one.layers), one.heads) for one in played.classes]
         if given == [(len(one.layers), one.heads) for one in model.shard.classes]:
@@ -270,7 +270,7 @@ class EngineBlocks:
                 BlockSlots.of_blocks(shelf.blocks, runs[shelf.pages.group]).read(shelf.rows(kv))
 
     def snapshot(self, blocks: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Return copies of the states in a block of each table, by layer class."""
+        """Return copies of the states in one block of each table, by layer class."""
         out: dict[int, torch.Tensor] = {}
         for states in self._states:
             part = self._model.shard.parts[states.pages.part]
@@ -319,5 +319,5 @@ def _states(pages: Pages, form: StateForm, caches: Caches) -> tuple[torch.Tensor
 
 
 def codes(kv: torch.Tensor) -> torch.Tensor:
-    """Return a quantised cache as bytes, any other unchanged."""
+    """Return a quantised cache as bytes; other caches unchanged."""
     return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv

@@ -1,7 +1,7 @@
 """vLLM's KV-cache configuration as layer classes, and the block table of each layer.
 
-vLLM's *KV cache groups* are layers of one kind with one block table; a kind may have several. Blocks that leave a
-window become block 0 in their table. Does not import vLLM.
+vLLM's *KV cache groups* are layers of one kind that share a block table; a kind may have several groups. If a block
+leaves a window, its table entry becomes 0. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _KINDS = {
 }
 """Kinds of layer classes by the exact type of vLLM's spec."""
 _FP8 = 1
-"""vLLM's ``KVQuantMode`` for FP8 with one scale per layer for keys and one for values."""
+"""vLLM's ``KVQuantMode`` for FP8 with two scales per layer, for keys and for values."""
 NONE = DraftCaches()
 ABSENT_BLOCK = 0
-"""vLLM's null block, which no request owns."""
+"""vLLM's null block, which belongs to no request."""
 
 
 class UnknownCacheError(UsageError):
-    """kvabr cannot exchange the model's cache in vLLM's form."""
+    """kvabr cannot exchange the model's cache in the form that vLLM uses."""
 
 
 Scales = Mapping[str, tuple[float, float]]
-"""FP8 scales of keys and values by vLLM's layer name; default 1."""
+"""FP8 scales of keys and values, by vLLM's layer name; default 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ class Pages:
     part: int
     """Index of the layer class; -1 for a table of other pipeline stages."""
     block: int
-    """Tokens in a block, over all ranks that share it."""
+    """Tokens in a block, summed over all ranks that share it."""
     names: tuple[str, ...]
     rows: tuple[int, ...]
     passing: bool = False
-    """True for windows and chunks, which drop blocks."""
+    """True for windows and chunks, as vLLM drops their blocks."""
     form: StateForm | None = None
     interleaving: Interleaving = WHOLE
 
     @property
     def held(self) -> int:
-        """Tokens in this rank's own block."""
+        """Tokens of a block that this rank holds."""
         return self.block // self.interleaving.ranks
 
     def absent(self, blocks: Sequence[int]) -> int:
-        """Return the number of leading blocks that were dropped."""
+        """Return the number of leading blocks that vLLM has dropped."""
         if not self.passing:
             return 0
         return next((place for place, block in enumerate(blocks) if block != ABSENT_BLOCK), len(blocks))
@@ -94,12 +94,12 @@ class EngineCaches:
 
     @property
     def block(self) -> int:
-        """Tokens in a block: the least common multiple of all tables."""
+        """Tokens in a block: the least common multiple over all tables."""
         return math.lcm(*(each.block for each in self.pages))
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Tokens in a block, by block table."""
+        """Tokens in a block of each table."""
         sizes = {each.group: each.block for each in self.pages}
         return tuple(sizes[group] for group in range(len(sizes)))
 
@@ -110,7 +110,7 @@ class EngineCaches:
 
     @property
     def states(self) -> dict[int, int]:
-        """Tokens in a block of each table of states, which are at ends of blocks."""
+        """Tokens in a block of each table of states; states are stored at ends of blocks."""
         return {each.group: each.block for each in self.pages if each.form is not None}
 
     @property
@@ -159,10 +159,11 @@ def engine_caches(
 ) -> EngineCaches:
     """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
 
-    ``layers`` are those of the model or pipeline stage; ``dtype`` is the published element type of unquantised classes,
-    ``held`` the engine's; ``heads_of`` maps a rank's KV heads to the model's; on a ``cpu`` some states differ.
+    ``layers`` are the layers of the model or pipeline stage. For unquantised classes, ``dtype`` is the published
+    element type, and ``held`` that of the engine. ``heads_of`` maps the number of KV heads in a rank to that in the
+    model. On a ``cpu`` some states have another form.
 
-    Raise `UnknownCacheError` for an unknown form of a layer's cache, or layers other than the model's.
+    Raise `UnknownCacheError` if a layer's cache has an unknown form, or for layers that are not the model's.
     """
     every = _layers(config, held, heads_of, cpu, interleaving, quantisation)
     found = sorted(_with_roles(every, draft, layers.stop))
@@ -225,7 +226,7 @@ def _class_of(own: Sequence[_Layer], dtype: str, quantisation: Quantisation) -> 
     if dtype in QUANTISED:
         pairs = (quantisation.scales.get(layer.name, (1.0, 1.0)) for layer in own)
         scales = tuple(scale for pair in pairs for scale in pair[: 2 if one.v_dim else 1])
-        scales = scales[:1] if len(set(scales)) == 1 else scales  # one spec per cache
+        scales = scales[:1] if len(set(scales)) == 1 else scales  # use one spec for all caches with equal scales
     try:
         return LayerClass(
             one.kind,
@@ -359,7 +360,7 @@ def _layer(
 
 
 def _unlike(spec: Any, held: torch.dtype, mode: int, *, codes: bool) -> str | None:
-    """Describe how a layer's cache differs from unquantised keys and values of every token, if it does."""
+    """Return how a layer's cache differs from unquantised keys and values of every token; None if it does not."""
     wanted = torch.uint8 if codes else held
     if spec.dtype != wanted or (mode > 0) != codes:
         return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(wanted).removeprefix('torch.')}"

@@ -35,7 +35,7 @@ FP8_CACHES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""Caches that vLLM quantises with one scale per layer."""
+"""Element types of caches that vLLM quantises with one scale per layer."""
 WHERE = "kv_connector_extra_config"
 """vLLM's name of the table of settings."""
 
@@ -98,7 +98,7 @@ class VllmSettings(EngineSettings):
 
     @property
     def only_track(self) -> str | None:
-        """The track of a policy that plays only one; None: the policy chooses."""
+        """The track of a policy that plays a single track; None if the policy chooses."""
         name, _, track = self.policy.partition(":")
         return track if name == Fixed.name else None
 
@@ -129,33 +129,33 @@ class ServedModel:
     """Element type of unquantised caches in the engine."""
     caches: EngineCaches
     heads: tuple[range, ...]
-    """KV heads in this rank, per layer class."""
+    """KV heads in this rank, for each layer class."""
     ranks: int = 1
-    """Workers of the engine; each has a part of the heads or layers."""
+    """Number of the engine's workers; each has a part of the heads or layers."""
     waits: bool = False
-    """vLLM must wait for copies into blocks: it accepts failed requests only, not failed blocks."""
+    """True if vLLM must wait for copies into blocks, because it accepts only failed requests, not failed blocks."""
     layers: range | None = None
-    """Layers of this pipeline stage; None: all of `spec`."""
+    """Layers of this pipeline stage; None: all layers of `spec`."""
     prefix_caching: bool = True
-    """The engine shares blocks between requests with equal prefixes."""
+    """True if the engine shares blocks between requests with equal prefixes."""
     step_tokens: int = 1 << 20
-    """Maximum number of tokens per step."""
+    """Maximum tokens per step."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts in the name of its caches, see `with_facts`."""
+    """Facts in the name of the model's caches, see `with_facts`."""
     named: str | None = None
-    """Name without these; None: the name of `spec`."""
+    """Name without `facts`; None: the name of `spec`."""
     plain_caches: bool = False
-    """Play caches of engines without quantisation."""
+    """True to also play caches of engines without quantisation."""
     without_draft: bool = False
-    """Play caches without the draft's."""
+    """True to also play caches without the draft model's layers."""
     ahead: int = 0
-    """Following tokens that the draft's KV of a token depends on."""
+    """Number of following tokens that the draft's KV of a token depends on."""
     lora: Mapping[str, Any] = field(default_factory=dict)
-    """Additional facts in the name of an adapter's caches, see `lora_facts`."""
+    """Additional facts in the names of an adapter's caches, see `lora_facts`."""
 
     @property
     def block(self) -> int:
-        """Tokens in a block; the engine takes whole blocks."""
+        """Tokens in a block; the engine accepts only whole blocks."""
         return self.caches.block
 
     @property
@@ -170,7 +170,7 @@ class ServedModel:
 
     @property
     def shard(self) -> KVSpec:
-        """Spec of this rank's layers and heads, which are published separately; `spec` if these are all."""
+        """Spec of this rank's layers and heads, which are published separately; `spec` if the rank has all of them."""
         return with_heads(self.spec if self.layers is None else with_layers(self.spec, self.layers), self.heads)
 
     @property
@@ -180,7 +180,7 @@ class ServedModel:
 
     @property
     def shards(self) -> tuple[KVSpec, ...]:
-        """Specs published by the ranks of this stage."""
+        """Specs that the ranks of this stage publish."""
         if self.shard is self.spec or self.layers is not None:
             return (self.shard,)
         sizes = [len(own) for own in self.heads]
@@ -193,7 +193,7 @@ class ServedModel:
         return tuple(with_heads(self.spec, tuple(heads)) for heads in parts)
 
     def adapted(self, adapter: str | None) -> ServedModel:
-        """Return the model under the name of a LoRA adapter, given its digest; None: without one."""
+        """Return the model with the name of a LoRA adapter, given the adapter's digest; None: without an adapter."""
         if adapter is None:
             return self
         named = self.named or self.spec.model
@@ -203,7 +203,7 @@ class ServedModel:
 
     @property
     def undrafted(self) -> KVSpec | None:
-        """Spec of caches without this draft; None without a draft."""
+        """Spec of caches without the draft model's layers; None if there is no draft model."""
         classes = tuple(one for one in self.spec.classes if not one.role.startswith(DRAFT))
         if len(classes) == len(self.spec.classes):
             return None
@@ -212,7 +212,7 @@ class ServedModel:
 
     @property
     def unquantised(self) -> KVSpec | None:
-        """Spec of caches without quantisation; None if they are not played."""
+        """Spec of caches without quantisation; None if such caches are not played."""
         if not self.plain_caches:
             return None
         name = with_facts(self.named or self.spec.model, {**self.facts, "cache": None})
@@ -221,14 +221,14 @@ class ServedModel:
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
-        """Specs to look up, in order: this rank's own, the model's, alternatives."""
+        """Specs to look up, in order: this rank's, the model's, then alternatives."""
         own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
         bare = self.undrafted if self.without_draft else None
         return (*own, *(each for each in (self.unquantised, bare) if each is not None))
 
     @property
     def places(self) -> tuple[tuple[int, range], ...]:
-        """Per layer class in this rank: its index in the model, and its rows in that class."""
+        """For each layer class of this rank: the index of the model's class, and the rows in it."""
         if self.layers is None:
             return tuple((part, range(len(one.layers))) for part, one in enumerate(self.spec.classes))
         found = []
@@ -256,14 +256,14 @@ def served_model(
     Args:
         config: a ``vllm.config.VllmConfig``.
         caches: a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
-        settings: of the connector.
-        consumes: the engine plays.
-        produces: the engine publishes.
-        blocks_may_fail: this vLLM accepts single failed blocks.
-        scales: of a cache in FP8, as read by a worker; default 1.
+        settings: settings of the connector.
+        consumes: True if the engine plays caches.
+        produces: True if the engine publishes caches.
+        blocks_may_fail: True if this version of vLLM accepts single failed blocks.
+        scales: scales of an FP8 cache, as read by a worker; default 1.
 
     Raises:
-        UsageError: vLLM's options prevent the exchange of caches; the message names the change.
+        UsageError: vLLM's options prevent the exchange of caches; the message names the option to change.
         UnknownCacheError: kvabr does not know the form of this model's cache.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
@@ -391,7 +391,8 @@ def _whole(
 ) -> tuple[LayerClass, ...] | None:
     """Return the classes of the whole model, given those of a pipeline stage; None if they are unknown.
 
-    Without layer types in the model, all layers are assumed alike; a cache that differs is rejected as foreign.
+    If the model's configuration has no layer types, all layers are assumed equal; if not, published caches are later
+    rejected as foreign.
     """
     if len(layers) == total:
         return tuple(own)
@@ -415,7 +416,7 @@ def _name(dtype: object) -> str:
 
 
 def _all_heads(model: Any, heads: int, ranks: int) -> int:
-    """Return a layer's KV heads in the whole model, given those of one tensor-parallel rank."""
+    """Return the number of KV heads of a layer in the whole model, given the number in one tensor-parallel rank."""
     if ranks == 1:
         return heads
     total = int(model.get_total_num_kv_heads())
@@ -440,7 +441,7 @@ def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tupl
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """Return the facts, beyond files and defaults, that change the model's KV; see `with_facts`."""
+    """Return the facts that change the model's KV beyond files and defaults; see `with_facts`."""
     model, load = config.model_config, getattr(config, "load_config", None)
     stored = config.cache_config.cache_dtype
     cache = FP8_CACHES.get(stored)
@@ -461,7 +462,7 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def lora_facts(config: Any) -> dict[str, Any]:
-    """Return the facts that change an adapter's effect; see `with_facts`."""
+    """Return the facts that change the effect of an adapter; see `with_facts`."""
     lora = getattr(config, "lora_config", None)
     return {
         "adapted_modules": sorted(getattr(lora, "target_modules", None) or ()),
@@ -470,14 +471,14 @@ def lora_facts(config: Any) -> dict[str, Any]:
 
 
 def _is_long(model: Any) -> bool:
-    """Return True if vLLM rotates all keys as LongRoPE does for long prompts."""
+    """Return True if vLLM rotates all keys like LongRoPE rotates those of long prompts."""
     config = getattr(model, "hf_text_config", None)
     original = None if config is None else model_loader.original_context(config)
     return original is not None and int(model.max_model_len) > original
 
 
 def _text(value: object) -> str | None:
-    """Return a setting as text, the same in every process; None if it is empty."""
+    """Return a setting as text that is the same in every process; None if it is empty."""
     if not value:
         return None
     if is_dataclass(value) and not isinstance(value, type):
@@ -492,7 +493,8 @@ def _function(given: Any) -> str:
 def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec | None]:
     """Return the rotary embedding of each layer class, probed on a model with one small layer per class.
 
-    None if a spec cannot express it, or the model cannot be built; published caches with an embedding are then foreign.
+    An entry is None if a spec cannot express the embedding, or the model cannot be built. Published caches with an
+    embedding are then foreign.
     """
     unknown: list[RopeSpec | None] = [None] * len(classes)
     firsts = sorted({one.layers[0] for one in classes if not one.role})

@@ -1,4 +1,4 @@
-"""`KvabrConnector`, vLLM's experimental interface ``KVConnectorBase_V1``. Only this module imports vLLM."""
+"""`KvabrConnector`, which implements vLLM's experimental ``KVConnectorBase_V1``. Only this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ _BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Carries a step from the scheduler to the workers."""
+    """Passes a step from the scheduler to the workers."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
 
 
 class KvabrScales(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Carries the scales of an FP8 cache from a worker to the scheduler."""
+    """Passes the scales of an FP8 cache from a worker to the scheduler."""
 
     def __init__(self, scales: Scales) -> None:
         self.scales = scales
 
 
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Carries ended plays and the engine's speed from the workers to the scheduler."""
+    """Passes ended plays and the engine's speed from the workers to the scheduler."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _worker: WorkerHalf | IdleWorker
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Start the half for this role, idle if the cache is unknown; raise `UsageError` for a wrong configuration."""
+        """Start the half for this role, idle for an unknown cache; raise `UsageError` for a wrong configuration."""
         super().__init__(vllm_config, role, kv_cache_config)
         ADAPTER.check(vllm.__version__)
         transfer = self._kv_transfer_config
@@ -136,7 +136,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
             self._scheduler, self._worker = IdleScheduler(), IdleWorker()
             return
-        # last: an error here must not leave it open
+        # Last, because an error after this would leave the publishers open.
         publishers = _publishers(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
@@ -151,11 +151,11 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: an unpublished cache is only a miss later."""
+        """False: a cache that is not published only causes a later miss."""
         return False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Hand the engine's cache to the worker's half."""
+        """Pass the engine's cache to the worker's half."""
         config = self._vllm_config
         self._worker.register(kv_caches, partial(layout_of, config), partial(store, config), keepers=self._keepers())
 
@@ -170,14 +170,14 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KvabrScales(self._scales) if self._scales else None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Take the workers' scales; ignore other connectors' metadata."""
+        """Use the workers' scales; ignore metadata of other connectors."""
         ranks = (known for _, known in sorted(metadata.items()) if isinstance(known, KvabrScales))
         first = next(ranks, None)
         if first is None or isinstance(self._scheduler, IdleScheduler):
             return
         try:
             model = self._served(scales=first.scales)
-        except UnknownCacheError:  # logged by the worker, which does nothing either
+        except UnknownCacheError:  # the worker, which is idle too, logs it
             self._scheduler = IdleScheduler()
             return
         _log.info("kvabr: vLLM keeps %s", model.shard.summary)
@@ -186,7 +186,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the scales of the first pipeline stage."""
+        """Use the scales of the first pipeline stage."""
         self.set_xfer_handshake_metadata({rank: known for (stage, rank), known in metadata.items() if stage == 0})
 
     def unregister_kv_caches(self) -> None:
@@ -198,7 +198,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.wake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step and its plays; `start_load_kv` may follow the forward pass."""
+        """Start a step and its plays; do it here, as `start_load_kv` may be called after the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, KvabrMetadata):
             self._worker.begin(connector_metadata.step)
@@ -209,7 +209,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.preempted(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: loads began with the step."""
+        """Do nothing: loads started with the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is computed after its load."""
@@ -222,7 +222,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Return the requests with ended publications and loads, and the failed ones."""
+        """Return the requests with ended publications and ended loads, and the failed requests."""
         # Later counts need another step.
         self._to_count = self._worker.publishing
         sent, received = self._worker.collect()
@@ -241,7 +241,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KvabrPlaced(placed, cost, published, publishing=now) if news else None
 
     def on_new_request(self, request: Any) -> None:
-        """Begin the lookup of a request."""
+        """Start the lookup of a request."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -259,7 +259,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KvabrMetadata(self._scheduler.step(scheduled, self._tables, before=before, preempted=preempted))
 
     def has_pending_push_work(self) -> bool:
-        """Return True if vLLM must run more steps to collect counters."""
+        """Return True if vLLM must run further steps to collect counters."""
         return self._scheduler.publishing
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -303,7 +303,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tables
 
     def reset_cache(self) -> bool | None:
-        """Stop using the current names of caches, since weights may have changed; caches of others remain.
+        """Stop using the current cache names, since weights may have changed; other engines' caches remain.
 
         Return False if loads are in progress, None in a worker.
         """
@@ -325,7 +325,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Return statistics from another process."""
+        """Return statistics made from ``data``, the counters of another process."""
         return KvabrStats(data=data or {})
 
     @classmethod
@@ -337,7 +337,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class KvabrStats(KVConnectorStats):  # type: ignore[misc]
-    """Counters of the connector, which vLLM adds up and logs."""
+    """Counters of the connector. vLLM adds them up and logs them."""
 
     data: dict[str, Any]
 
@@ -346,7 +346,7 @@ class KvabrStats(KVConnectorStats):  # type: ignore[misc]
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add other counters."""
+        """Add the counters of ``other``."""
         self.data = stats.added(self.data, other.data)
         return self
 
@@ -355,7 +355,7 @@ class KvabrStats(KVConnectorStats):  # type: ignore[misc]
         return stats.summary(self.data)
 
     def is_empty(self) -> bool:
-        """Return True without counts."""
+        """Return True if all counters are empty."""
         return not self.data
 
 
@@ -405,7 +405,7 @@ def _description(settings: VllmSettings, model: ServedModel, *, consumes: bool, 
 
 
 def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
-    assert settings.publish is not None  # noqa: S101  # a producer's settings have it
+    assert settings.publish is not None  # noqa: S101  # a producer's settings include it
     spec = model.shard
     if settings.profile is not None and model.undrafted is not None:
         _log.warning("kvabr: the codec profile is not used: it lacks the draft model's layers")
@@ -438,7 +438,7 @@ def _event(event: KVEvent) -> KVCacheEvent:
         return BlockRemoved(block_hashes=names, medium=event.medium)
     return BlockStored(
         block_hashes=names,
-        parent_block_hash=None,  # they begin a prompt
+        parent_block_hash=None,  # the blocks are at the beginning of a prompt
         token_ids=event.token_ids,
         block_size=event.block_size,
         lora_id=None,
@@ -451,7 +451,7 @@ def _event(event: KVEvent) -> KVCacheEvent:
 def scales_of(config: Any) -> Scales:
     """Return the FP8 scales of this worker's layers by name; empty if all are 1.
 
-    Raise `UsageError` for an unsupported format or scales per head.
+    Raise `UsageError` for an unsupported format, or if there are scales per head.
     """
     stored, scales = config.cache_config.cache_dtype, {}
     for name, layer in config.compilation_config.static_forward_context.items():
@@ -476,13 +476,13 @@ def scales_of(config: Any) -> Scales:
 
 
 def store(config: Any, name: str, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store keys and values, [token, head, dim], in a layer's cache with its own kernel."""
+    """Store keys and values, [token, head, dim], in a layer's cache with vLLM's own kernel."""
     layer = config.compilation_config.static_forward_context[name]
     layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
 def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
-    """Return the layout of a layer's blocks; on a CPU, store known numbers with the attention kernel to probe it.
+    """Return the layout of a layer's blocks; on a CPU, find it by storing known numbers with vLLM's kernel.
 
     Raise `UsageError` for an unknown layout.
     """

@@ -1,4 +1,4 @@
-"""A thread that copies to and from the engine's blocks; on a GPU with its own stream."""
+"""A thread that copies to and from the engine's blocks; on a GPU, it has a separate stream."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Copier:
     def use(self, device: Any) -> None:
         """Copy to and from blocks on this device."""
         if device.type == "cuda":
-            # The lowest priority, which is also the engine's: the streams do not wait for each other.
+            # The lowest priority, which is also that of the engine's stream: the streams do not wait for each other.
             self._stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
-        """Make later copies wait for the engine's current GPU work; call on its thread."""
+        """Make later copies wait for the engine's current GPU work; call this on the engine's thread."""
         if self._stream is not None:
             self._fence = torch.cuda.current_stream(self._stream.device).record_event()
 
     def submit(self, work: Callable[..., None], *args: object) -> None:
-        """Queue a copy; ignore it once closed."""
+        """Queue a copy; do nothing once closed."""
         with contextlib.suppress(RuntimeError):
             self._last = self._thread.submit(work, *args)
 
@@ -56,7 +56,7 @@ class Copier:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Run copies on the stream, and wait for them at the end."""
+        """Run copies on the separate stream, and wait for them at the end."""
         if self._stream is None:
             yield
             return

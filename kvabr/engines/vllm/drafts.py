@@ -1,10 +1,10 @@
 """Draft heads and draft models: their layers form layer classes with the role `DRAFT`.
 
-vLLM verifies a draft's proposals, so its cache affects only the number of accepted tokens. Both caches are published
-and played together.
+vLLM verifies a draft's proposals, so the draft's cache affects only the number of accepted tokens. The caches of model
+and draft are published and played together.
 
-EAGLE and MTP compute the draft's KV of a token from the following token, which at the end of a prefix is the
-publisher's. So kvabr promises tokens only up to one before the end of the shared prefix.
+EAGLE and MTP compute the draft's KV of a token from the following token. At the end of a shared prefix, that is a token
+of the publisher's prompt. So kvabr promises one token less than the shared prefix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvabr.engines.weights import cached_folder, model_name
 from kvabr.types.errors import KvabrError
 
 DRAFT = "draft"
-"""Prefix of the role of a draft's layer class."""
+"""Prefix of the roles of a draft's layer classes."""
 _NAME = re.compile(r"(?:draft_model|mtp)\.")
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
@@ -29,14 +29,14 @@ class DraftCaches:
     """The draft of an engine's model."""
 
     facts: tuple[str | None, ...] = ()
-    """Facts in cache names; empty without a draft cache."""
+    """Facts in cache names; empty if the draft has no cache."""
     ahead: int = 0
-    """Following tokens that a token's KV depends on."""
+    """Number of following tokens that a token's KV depends on."""
     why: str | None = None
-    """Why its caches cannot be exchanged; None if they can."""
+    """Why the draft's caches cannot be exchanged; None if they can."""
 
     def has(self, name: str, number: int, layers: int) -> bool:
-        """Return True for a layer of the draft, given vLLM's name and number, and the model's layers."""
+        """Return True for a layer of the draft, by vLLM's layer name and number, and the model's number of layers."""
         return bool(self.facts) and (number >= layers or _NAME.match(name) is not None)
 
 
@@ -61,16 +61,16 @@ def draft_of(config: Any) -> DraftCaches:
 
 
 def _names(speculative: Any, target: str) -> tuple[str | None, ...]:
-    """Return the name of a draft's weights (None if in the model's folder), and other facts that change its KV."""
+    """Return the name of a draft's weights (None if they are in the model's folder), and facts that change its KV."""
     model = speculative.draft_model_config
     how = getattr(model, "quantization", None)
     own = getattr(model.hf_config, "quantization_config", None)
-    quantised = [] if how is None or own else [f"quantization {how}"]  # quantised by vLLM on loading
+    quantised = [] if how is None or own else [f"quantization {how}"]  # vLLM quantises the draft while loading
     if str(model.model) == target:
         return (None, *quantised)
     folder = cached_folder(str(model.model), getattr(model, "revision", None)) or Path(str(model.model))
     name = model_name(folder)
-    if getattr(speculative, "use_heterogeneous_vocab", False):  # it has its own tokens
+    if getattr(speculative, "use_heterogeneous_vocab", False):  # the draft has its own token ids
         return name, model_loader.folder_tokenizer(folder), *quantised
     return name, *quantised
 

@@ -1,6 +1,6 @@
-"""In the scheduler: the tokens that each step adds to caches published during prefill.
+"""Scheduler side of publishing during prefill: the tokens that each step adds to a cache.
 
-A preempted request computes its tokens again, but hands them over once.
+A preempted request computes its tokens again, but they are published once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvabr.engines.vllm.plays import GrowRequest
 from kvabr.engines.vllm.windows import Tables
 
 Names = tuple[Sequence[int], bytes, str | None]
-"""Tokens, salt and digest of the adapter that name a request's caches."""
+"""Tokens, salt and adapter digest, which determine the names of a request's caches."""
 
 
 class Growth:
@@ -32,12 +32,12 @@ class Growth:
             self._open[request.request_id] = request
 
     def over(self, name: str) -> bool:
-        """Forget a request; return whether it was announced."""
+        """Forget a request; return True if its cache was announced."""
         self._open.pop(name, None)
         return self._handed.pop(name, None) is not None
 
     def step(self, scheduled: Mapping[str, int], tables: Tables) -> list[GrowRequest]:
-        """Return the additions of a step that computes ``scheduled`` tokens of each request."""
+        """Return the tokens that a step adds to growing caches; it computes ``scheduled`` tokens of each request."""
         grown = []
         for name, tokens in scheduled.items():
             request = self._open.get(name)
@@ -53,7 +53,7 @@ class Growth:
             return None
         runs = self._caches.runs(tables(name), first, last)
         if any(pages.absent(runs[pages.group]) for pages in self._caches.passing):
-            del self._open[name]  # its windows are dropped already; a new request is published at the end
+            del self._open[name]  # its window blocks are already dropped; the new request is published when it ends
             return None
         self._handed[name] = last
         if last == total:

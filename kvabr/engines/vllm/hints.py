@@ -1,9 +1,9 @@
-"""Hints in requests: keep a cache in this node's store for the next turn.
+"""Hints in requests to keep a cache in this node's store for the next turn of a conversation.
 
 ``{"keep_s": 600}`` in ``kv_transfer_params`` protects the cached groups of a prompt from eviction for ten minutes;
 ``{"back": true}`` for an hour, the maximum. Missing groups are fetched after the request, at a lower priority than
-plays. Groups played with a loss are fetched again in better quality, without protection. Hints may protect half of the
-store.
+plays. Groups played with a loss are fetched again in better quality, but not protected. Hints may protect at most half
+of the store.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvabr.types.kv import KVSpec
 _log = logging.getLogger("vllm.kvabr")
 _MAX_KEEP_S = 3600.0
 _MAX_HINTS = 64
-"""Concurrent hints; more are dropped and counted."""
+"""Maximum number of concurrent hints; further hints are dropped and counted."""
 _TIMEOUT_S = 60.0
 _MAX_REFINED = 4
-"""Prompts fetched again at once."""
+"""Maximum number of prompts fetched again at once."""
 _LOOK_S = 1.0
-"""Seconds between lookups of a cache that is being published."""
+"""Seconds between lookups for a cache that is being published."""
 _LOOKS = 8
 
 
@@ -51,7 +51,7 @@ class _Hint:
 
 
 class RequestHints:
-    """Follows the hints of requests that have ended."""
+    """Executes the hints of requests that have ended."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RequestHints:
         counts: ConnectorCounts,
         trouble: TroubleLog,
     ) -> None:
-        """Start; hints are ignored without a client."""
+        """Start without hints; if there is no client, hints are ignored."""
         self._settings, self._model, self._client = settings, model, client
         self._counts, self._trouble = counts, trouble
         self._publishing: OrderedDict[str, tuple[_Hint, int]] = OrderedDict()
@@ -69,7 +69,7 @@ class RequestHints:
         self._refining: dict[Handle[None], Names] = {}
 
     def seconds(self, request: Any) -> float:
-        """Return the seconds to keep a request's cache; 0 without a valid hint."""
+        """Return how long to keep a request's cache, in seconds; 0 without a valid hint."""
         given = params(request).get("keep_s")
         if given is None and not expects_return(request):
             return 0.0
@@ -86,7 +86,7 @@ class RequestHints:
         return float(min(given, _MAX_KEEP_S))
 
     def ended(self, request: Any, names: Names, *, publishing: bool) -> None:
-        """Follow the hint of an ending request, at once or after its publication."""
+        """Execute the hint of an ending request now, or once its cache is published."""
         if not (seconds := self.seconds(request)):
             return
         self._counts.add("hints")
@@ -99,7 +99,7 @@ class RequestHints:
             self._follow(hint)
 
     def refine(self, names: Names) -> None:
-        """Fetch a cache that was played with a loss in better quality."""
+        """Fetch a cache again in better quality after it was played with a loss."""
         if self._client is None or not (self._settings.store_mib or self._settings.disk):
             return
         self._refining = {each: names for each, names in self._refining.items() if not each.done()}
@@ -114,14 +114,14 @@ class RequestHints:
                 options = self._options(salt)
                 hinted = await client.hint_asset(found, within_s=_TIMEOUT_S, options=options)
                 self._counts.add("tokens_refined", hinted.tokens)
-        except (KvabrError, TimeoutError) as error:  # it remains as played until next time
+        except (KvabrError, TimeoutError) as error:  # keep the cache as played
             self._trouble.warn("a cache played with a loss could not be improved", error)
 
     def _options(self, salt: bytes) -> PlayOptions:
         return PlayOptions(policy=self._settings.policy, salt=salt)
 
     def published(self, request: str, tokens: int) -> None:
-        """Record the tokens of a request that a worker has published."""
+        """Record how many tokens of a request a worker has published."""
         if request not in self._publishing:
             return
         hint, ranks = self._publishing.pop(request)
@@ -136,7 +136,7 @@ class RequestHints:
         if len(self._running) >= _MAX_HINTS:
             self._counts.add("hints_dropped")
             return
-        assert self._client is not None  # noqa: S101  # or it would have been ignored
+        assert self._client is not None  # noqa: S101  # without a client, hints are ignored
         self._running.add(self._client.begin(partial(self._keep, hint)))
 
     async def _keep(self, hint: _Hint, client: EngineClient) -> None:
@@ -150,14 +150,14 @@ class RequestHints:
         except (KvabrError, TimeoutError) as error:
             self._counts.add("hints_failed")
             self._trouble.warn("a request's cache could not be kept", error)
-        except Exception:  # noqa: BLE001  # nobody waits for this
+        except Exception:  # noqa: BLE001  # no caller waits for the result
             self._counts.add("hints_failed")
             _log.exception("kvabr: a request's cache could not be kept")
         else:
             self._counts.add("tokens_kept", tokens)
 
     async def _keep_of(self, client: EngineClient, hint: _Hint, specs: Sequence[KVSpec]) -> int:
-        """Keep the cache of the first spec found; return the number of stored tokens."""
+        """Keep the cache of the first spec that has one; return the number of stored tokens."""
         ids, salt, _ = hint.names
         found: Found | None = None
         for spec in specs:

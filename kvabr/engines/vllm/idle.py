@@ -1,4 +1,4 @@
-"""Idle halves of a connector, for unsupported caches."""
+"""Halves of a connector that do nothing, for unsupported caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvabr.engines.vllm.stats import ConnectorCounts
 
 
 class IdleScheduler:
-    """Idle `SchedulerHalf`."""
+    """A `SchedulerHalf` that does nothing."""
 
     publishing, announced = False, None
 
@@ -21,7 +21,7 @@ class IdleScheduler:
         """Ignore a request."""
 
     def matched(self, _request: Any, _computed: int) -> tuple[int | None, bool]:
-        """Return no tokens."""
+        """Return (0, False): there are no tokens to load."""
         return 0, False
 
     def allocated(self, request: Any, blocks: object, external: int) -> None:
@@ -53,7 +53,7 @@ class IdleScheduler:
 
 
 class IdleWorker:
-    """Idle `WorkerHalf`."""
+    """A `WorkerHalf` that does nothing."""
 
     publishing = False
 

@@ -1,7 +1,8 @@
-"""Context parallelism: ranks that share the tokens of every block.
+"""Context parallelism: the tokens of every block are divided among ranks.
 
-With ``decode_context_parallel_size`` N, a block of vLLM's tables has N times the tokens of a rank's block; ranks take
-turns of ``cp_kv_cache_interleave_size`` tokens. Each rank plays the whole cache and keeps its tokens.
+With ``decode_context_parallel_size`` N, a block of vLLM's tables has N times the tokens of a rank's block. Tokens are
+assigned to ranks in turn, ``cp_kv_cache_interleave_size`` at a time. Each rank plays the whole cache and keeps its own
+tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from kvabr.types.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Interleaving:
-    """The tokens of a block in one of several ranks."""
+    """The tokens of a block that one of several ranks holds."""
 
     ranks: int = 1
     rank: int = 0
     tokens: int = 1
-    """Consecutive tokens of one rank."""
+    """Number of consecutive tokens assigned to a rank."""
 
     def own(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Return a mask of a block's tokens in this rank, and their places in its own block."""
+        """Return a mask of a block's tokens in this rank, and their offsets in the rank's own block."""
         turn, place = offsets // self.tokens, offsets % self.tokens
         return turn % self.ranks == self.rank, turn // self.ranks * self.tokens + place
 
@@ -35,7 +36,7 @@ WHOLE = Interleaving()
 
 
 def interleaving_of(parallel: Any) -> Interleaving:
-    """Return this rank's share, given vLLM's ``ParallelConfig``; raise `UsageError` if ranks and tokens do not fit."""
+    """Return this rank's interleaving from vLLM's ``ParallelConfig``; raise `UsageError` if it is not possible."""
     ranks = int(getattr(parallel, "decode_context_parallel_size", 1))
     if ranks == 1:
         return WHOLE

@@ -1,7 +1,7 @@
-"""LoRA adapters of requests: caches are named by an adapter's content.
+"""LoRA adapters of requests: cache names contain a digest of the adapter's content.
 
-A thread reads an adapter's files once, while its first requests wait. vLLM may read them again, so an adapter with
-changed files is neither played nor published.
+A thread reads an adapter's files once, while its first requests wait. vLLM may read the files again later, so if they
+changed, the adapter's caches are neither played nor published.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvabr.store.files import FileVersion
 from kvabr.types.errors import KvabrError, ModelError
 
 _MAX_ADAPTERS = 4096
-"""Remembered adapters; vLLM accepts any number of folders."""
+"""Maximum number of remembered adapters."""
 
 _Versions = tuple[FileVersion | None, ...]
 
@@ -34,10 +34,10 @@ class _Adapter:
 
 
 class Adapters:
-    """The adapters that an engine has seen."""
+    """Digests of the adapters that an engine has used."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start; requests wait at most ``patience_s`` seconds for a digest."""
+        """Create without adapters; requests wait at most ``patience_s`` seconds for a digest."""
         self._patience_s, self._clock = patience_s, clock
         self._seen: dict[str, _Adapter] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -49,7 +49,7 @@ class Adapters:
         return adapter is not None and not adapter.digest.done() and adapter.since_s > late_s
 
     def digest(self, request: Any) -> str | None:
-        """Return the digest of a request's adapter, None without one; raise `ModelError` if unavailable."""
+        """Return the digest of a request's adapter, None without an adapter; raise `ModelError` if unavailable."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return None
@@ -83,14 +83,14 @@ class Adapters:
 
 
 def _folder(path: str) -> Path:
-    folder = Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises where there is no such user
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises if the user does not exist
     return cached_folder(str(folder), marker=CONFIG) or cached_folder(path, marker=CONFIG) or folder
 
 
 def _versions(folder: Path) -> _Versions:
     try:
         return tuple(FileVersion.of(folder / name) for name in (CONFIG, WEIGHTS))
-    except ValueError:  # a NUL in the name
+    except ValueError:  # a NUL character in the name
         return (None, None)
 
 
@@ -99,7 +99,7 @@ def _digest(folder: Path, versions: _Versions) -> str:
         digest = folder_digest(folder)
     except KvabrError:
         raise
-    except Exception as error:  # safetensors and torch raise anything
+    except Exception as error:  # safetensors and torch may raise any error
         raise ModelError(f"{folder}: cannot be read ({error})") from error
     if _versions(folder) != versions:
         raise ModelError(f"{folder} has changed while it was read; load changed weights from another folder")

@@ -1,6 +1,7 @@
 """Lossy groups in vLLM's prefix cache: tokens computed after them are not exact.
 
-Prompts may share only the beginning of a group, so its first block, named by all tokens up to its end, identifies it.
+Prompts may share only the beginning of a group. So a group is identified by its first block; the block's name covers
+all tokens up to its end.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from kvabr.types.naming import chain
 
 
 class LossyGroups:
-    """The latest lossy groups in the engine's blocks."""
+    """The most recent lossy groups in the engine's blocks."""
 
     def __init__(self, spec: KVSpec, block: int, limit: int) -> None:
-        """Remember the latest ``limit`` groups of a model with blocks of ``block`` tokens."""
+        """Create without groups; remember the latest ``limit`` groups of a model with blocks of ``block`` tokens."""
         self._spec, self._block, self.limit = spec, block, limit
         self._groups: OrderedDict[str, None] = OrderedDict()
         self._blocks: OrderedDict[str, None] = OrderedDict()
@@ -28,7 +29,7 @@ class LossyGroups:
         return chunk in self._groups
 
     def note(self, tokens: Sequence[int], salt: bytes, places: Iterable[int], model: str | None = None) -> None:
-        """Remember groups of a prompt by their first tokens; ``model`` names the model with an adapter."""
+        """Remember groups of a prompt by their first tokens; ``model`` is the name of a model with an adapter."""
         lossy = tuple(places)
         if not lossy:
             return
@@ -42,12 +43,12 @@ class LossyGroups:
                     kept.popitem(last=False)
 
     def before(self, tokens: Sequence[int], salt: bytes, model: str | None = None) -> bool:
-        """Return True if the engine may have used a lossy group for a prompt."""
+        """Return True if the engine may have computed a prompt after a lossy group."""
         chain = self._chain(tokens, salt, self._block, model) if self._blocks else ()
         return any(each in self._blocks for each in chain)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all groups."""
         self._groups.clear()
         self._blocks.clear()
 

@@ -1,7 +1,7 @@
-"""Media in requests: placeholder tokens carry a digest of the model's input.
+"""Media in requests: digests of the model's input are attached to placeholder tokens.
 
-Clients can choose vLLM's own hash of a medium, which also ignores processor options. So the digest covers the
-processor's output. A thread computes it while the request waits.
+vLLM's own hash of a medium can be set by clients, and ignores processor options. So the digest covers the processor's
+output. A thread computes it while the request waits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvabr.types.media import MediaTokens, Medium
 _DEPTH = 8
 
 Features = Sequence[Any]
-"""vLLM's ``MultiModalFeatureSpec``."""
+"""A list of vLLM's ``MultiModalFeatureSpec``."""
 
 
 class Pictures:
-    """The media of an engine's requests."""
+    """Digests of the media in an engine's requests."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start; a request waits at most ``patience_s`` seconds for its digests."""
+        """Create without requests; a request waits at most ``patience_s`` seconds for its digests."""
         self._patience_s, self._clock = patience_s, clock
         self._pending: dict[str, tuple[Future[list[Medium]], float]] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -40,7 +40,7 @@ class Pictures:
         return not media.done() and self._clock() < since_s + self._patience_s
 
     def tokens(self, request: Any) -> Sequence[int]:
-        """Return the ids of a prompt with the digests of its media; raise `ModelError` if unavailable."""
+        """Return the token ids of a prompt with its media digests; raise `ModelError` if a digest is unavailable."""
         ids = request.prompt_token_ids
         if not getattr(request, "mm_features", None):
             return tuple(ids)
@@ -73,7 +73,7 @@ def _media(features: Features) -> list[Medium]:
         return [Medium(each.mm_position.offset, each.mm_position.length, _digest(each)) for each in features]
     except KvabrError:
         raise
-    except Exception as error:  # torch raises anything; vLLM would end
+    except Exception as error:  # torch may raise any error, and vLLM would end
         raise ModelError(f"vLLM gives the model what kvabr cannot read ({error})") from error
 
 

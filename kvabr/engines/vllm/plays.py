@@ -1,4 +1,4 @@
-"""Shared by both halves of the connector: requests to workers, lookups, and the client. Needs no vLLM."""
+"""Code for both halves of the connector: messages to workers, lookups, and the client. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvabr.types.kv import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Play a cache, and keep it compressed for a `CopyRequest`."""
+    """Message to a worker: play a cache, and keep it compressed for a `CopyRequest`."""
 
     play: int
     request: str
@@ -35,17 +35,17 @@ class LoadRequest:
     last: int
     """Token after the last to load, at the end of a block."""
     uncached: int
-    """Tokens of the prompt from ``last`` on."""
+    """Number of tokens of the prompt from ``last`` on."""
     tail: int
     """Maximum tokens before ``last`` that the engine may compute instead."""
     deadline_s: float
-    """Seconds left when sent."""
+    """Seconds until the deadline when the message is sent."""
     tokens: Sequence[int] = ()
-    """Ids of its groups, if needed for other ranks' lookups or to record lossy plays."""
+    """Token ids of the found cache, if needed for lookups by other ranks or to record lossy plays."""
     salt: bytes = b""
     adapter: str | None = None
     engine_price: float = GPU_PRICE
-    """Price of a second of engine time, nats per generated token."""
+    """Cost of a second of engine time, nats per generated token."""
     max_loss: float = math.inf
     """Maximum expected loss, nats per generated token."""
 
@@ -57,84 +57,84 @@ class PlacedPlay:
     play: int
     request: str
     end: int
-    """Token after the last in place."""
+    """Token after the last token in place."""
     loss: float = 0.0
-    """Expected loss of its own request, nats per generated token."""
+    """Expected loss for the request itself, nats per generated token."""
     worst: float = 0.0
-    """Expected loss of a request that shares no later tokens."""
+    """Expected loss for another request that shares no later tokens, nats per generated token."""
     nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """Decode a played cache into blocks during other steps; vLLM waits for the end."""
+    """Message to a worker: decode a played cache into blocks during other steps. vLLM waits for the end."""
 
     play: int
     request: str
     first: int
     last: int
-    """Token after the last to copy; every worker has all before it."""
+    """Token after the last token to copy; every worker has all tokens before it."""
     blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRequest:
-    """Keep window layers of completed groups, before vLLM drops them."""
+    """Message to a worker: keep window layers of completed groups before vLLM drops them."""
 
     chunks: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
-    """Blocks by block table; empty without windows."""
+    """Blocks by block table; empty for tables without windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Keep the states at the end of a block, before vLLM drops them."""
+    """Message to a worker: keep the states at the end of a block before vLLM drops them."""
 
     chunk: str
-    """Chained digest of the last group before it."""
+    """Chained digest of the last group before the states."""
     blocks: dict[int, int]
-    """Block by table of states."""
+    """Block number, by table of states."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrowRequest:
-    """Publish a running request's tokens, as computed by this step."""
+    """Message to a worker: publish the tokens that this step computes for a running request."""
 
     request: str
     tokens: Sequence[int]
-    """Ids of all its groups in the first message, else empty."""
+    """Token ids of all groups of the prompt in the first message; later empty."""
     first: int
     """First new token, at the start of a block."""
     last: int
-    """Token after the last new one, at the end of a block."""
+    """Token after the last new token, at the end of a block."""
     blocks: tuple[tuple[int, ...], ...]
     """Blocks by block table."""
     salt: bytes
     adapter: str | None
     had: int
-    """Tokens that are not computed, in the first message."""
+    """Number of tokens that vLLM already had, in the first message."""
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Publish a request's cache, or finish its growing one; vLLM keeps the blocks meanwhile."""
+    """Message to a worker: publish a request's cache, or finish its growing one. vLLM keeps the blocks until then."""
 
     request: str
     tokens: Sequence[int]
-    """Ids of whole groups."""
+    """Token ids of whole groups."""
     blocks: tuple[tuple[int, ...], ...]
-    """By block table."""
+    """Blocks by block table."""
     salt: bytes
     adapter: str | None = None
     chunks: tuple[str, ...] = ()
     alive: bool = False
-    """The request continues and keeps its blocks."""
+    """True if the request continues and keeps its blocks."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One step of the engine."""
+    """Messages for one step of the engine."""
 
     dropped: list[int] = field(default_factory=list)
     loads: list[LoadRequest] = field(default_factory=list)
@@ -143,13 +143,13 @@ class Step:
     snapshots: list[SnapshotRequest] = field(default_factory=list)
     grown: list[GrowRequest] = field(default_factory=list)
     preempted: bool = False
-    """vLLM has taken blocks from a request."""
+    """True if vLLM has taken blocks from a request."""
     publications: list[PublishRequest] = field(default_factory=list)
     scheduled: int = 0
     prefill: tuple[int, int] | None = None
-    """Equivalent prefill of one prompt: tokens before it, and new ones, if known."""
+    """A prefill of one prompt that takes as long as this step: tokens before it, and new tokens; None if unknown."""
     polling: bool = False
-    """A lookup or digest is in progress; only polling notices its end."""
+    """True while a lookup or digest is in progress; its end is only noticed by polling."""
 
 
 async def find_cache(
@@ -157,7 +157,7 @@ async def find_cache(
 ) -> Found | None:
     """Return the longest cached prefix for the first spec that has one; errors as in `AsyncClient.find`.
 
-    All specs share ``within_s`` seconds; any element type fits.
+    Lookups for all specs together take at most ``within_s`` seconds; caches of any element type are accepted.
     """
     ends_s = time.monotonic() + within_s
     for spec in specs:
@@ -176,13 +176,13 @@ def cut(found: Found, last: int) -> Found:
 
 
 def usable(catalog: Catalog, only: str | None, max_loss: float) -> Sequence[Track]:
-    """Return the tracks that a play may end on: ``only`` or all, and of these any within ``max_loss``, else all."""
+    """Return the tracks that a play may end on: only ``only`` if set, and those within ``max_loss`` if any are."""
     chosen = [track for track in catalog.tracks if track.name == only] or catalog.tracks
     return [track for track in chosen if track.total_loss <= max_loss] or chosen
 
 
 def sizes(catalog: Catalog, tracks: Sequence[Track]) -> tuple[int, ...]:
-    """Return a play's maximum bytes by the largest track that it may use, descending."""
+    """Return the maximum bytes of a play for each track as its largest, descending."""
     return tuple(sorted({_with_lower(catalog, track) for track in tracks}, reverse=True))
 
 
@@ -210,7 +210,7 @@ _lock = threading.Lock()
 
 
 def take_client(settings: VllmSettings) -> Background[EngineClient]:
-    """Return the shared client for these settings; a new one dials at once and stays connected."""
+    """Return the shared client for these settings; a new client connects at once and stays connected."""
     with _lock:
         if settings in _clients:
             client, users, stays = _clients[settings]
@@ -235,7 +235,7 @@ def leave_client(settings: VllmSettings) -> None:
 
 
 async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
-    """Dial, and probe so that requests find the connection open; log once that it is lost, and that it is back."""
+    """Connect, and probe regularly to keep the connection open; log when it is lost and when it is back."""
     with contextlib.suppress(KvabrError):  # the probe below logs the reason
         await client.known_link()  # a player process may still be starting
     within_s, away = _DIAL_S, False

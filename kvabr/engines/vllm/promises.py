@@ -1,15 +1,16 @@
-"""Promises to vLLM: the tokens that each waiting request has in place.
+"""Promises to vLLM: the number of played tokens that each waiting request can use.
 
-In every step, vLLM queries the tokens to load for each waiting request. The answer is "ask again" until all workers
-have ended its play, then the tokens that every worker has. If vLLM's prefix cache has shrunk below the start of the
-play, the request is played again.
+In every step, vLLM queries the number of tokens to load for each waiting request. Until all workers have ended the
+request's play, the answer is "ask again"; then it is the number of tokens that every worker has. If vLLM's prefix cache
+has shrunk below the start of the play, the request is played again.
 
-Requests that can be in time together are played (`kvabr.engines.vllm.shares`), earliest deadline first. The others are
-computed when the engine has time; a late request waits until it delays no other, for at most one more deadline.
+Requests that can all meet their deadlines are played (`kvabr.engines.vllm.shares`), earliest deadline first. Other
+requests are computed when the engine has time. A late request waits until it delays no other request, for at most one
+more deadline.
 
-While other plays hold host memory, a play gets a quarter of the free memory, by excluding large tracks. A request that
-does not fit with its smallest track waits, and is computed if there is no space in time. A request above the limit is
-played alone, and yields to others for half of its deadline.
+While other plays use host memory, a play may use a quarter of the free memory; larger tracks are excluded. A request
+that does not fit with its smallest track waits, and is computed if memory is not available in time. A request larger
+than the total limit is played alone, and other requests go first for half of its deadline.
 
 Pure: no vLLM, no clock, no threads. ``now`` is the time in seconds.
 """
@@ -31,34 +32,36 @@ from kvabr.types.cost import MISS_PENALTY
 _HUNG_S = 30.0
 """Seconds after its deadline at which a play without a report is abandoned."""
 _FREE_DIVISOR = 4
-"""Part of the free memory for one play."""
+"""A play may use the free memory divided by this."""
 _MAX_UNPACED_PLAYS = 8
-"""Concurrent plays while the link's speed is unknown."""
+"""Maximum concurrent plays while the link's speed is unknown."""
 _AHEAD_S, _AHEAD_TTFB = 0.05, 2.0
-"""Work to begin ahead on the link, in seconds and in times to first byte."""
+"""Plays begin this long before the link has finished the running ones: seconds, and multiples of the time to first
+byte.
+"""
 _BASE_BUSY_SHARE = 0.5
-"""A play uses larger tracks only if its smallest needs at most this share of the remaining time."""
+"""A play may use larger tracks only if its smallest track needs at most this fraction of the remaining time."""
 _MIN_TRANSFER_FACTOR = 1.25
-"""Minimum time of a play, relative to its expected transfer."""
+"""Minimum time for a play, relative to the expected time of its transfer."""
 _LOOK_S, _QUADRATIC_FROM, _MAX_SHARED = 0.05, 128, 512
-"""Interval of sharing without events; requests above which it grows quadratically, as the time (3 ms) does; and
-requests considered, since the scheduler waits.
+"""Seconds between divisions of link and engine without events; number of requests above which this interval grows
+quadratically, like the computation time (3 ms); maximum number of requests considered.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Costs of a request beyond the tokens that vLLM has."""
+    """Sizes, loss and groups of a request, for the tokens that vLLM does not have."""
 
     sizes: Sequence[int]
-    """Host memory in bytes with each of its tracks as the largest, descending."""
+    """Host memory in bytes if the largest track is each of its tracks in turn, descending."""
     link_bytes: int = 0
     played_s: float = 0.0
     computed_s: float = 0.0
     loss: float = 0.0
-    """Expected loss on its smallest track, nats per generated token."""
+    """Expected loss on the smallest track, nats per generated token."""
     chunks: Sequence[str] = ()
-    """Chained digests of the groups to load; equal ones share downloads."""
+    """Chained digests of the groups to load; requests with equal digests share downloads."""
 
 
 @dataclass(slots=True)
@@ -71,13 +74,13 @@ class _Waiting:
 
     @property
     def last_s(self) -> float:
-        """Latest start of its computation: one deadline late."""
+        """Latest start of the request's computation: one deadline late."""
         return 2 * self.due_s - self.requested_s
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A play to begin, with a limit of its host memory."""
+    """A play to begin, with a limit of host memory."""
 
     play: int
     request: str
@@ -114,8 +117,9 @@ class Promises:
     ) -> None:
         """Start without plays.
 
-        ``ranks`` workers report the end of each play; ``max_bytes`` limits the host memory of all plays. ``same_ends``:
-        workers need equally many tokens, since with windows a longer prefix lacks blocks of a shorter one.
+        ``ranks`` workers report the end of each play; ``max_bytes`` limits the host memory of all plays. ``same_ends``
+        requires all workers to have the same number of tokens: with windows, a longer prefix lacks blocks of a shorter
+        one.
         """
         self._ranks, self._block, self._same_ends = ranks, block, same_ends
         self._max_bytes, self._max_plays = max_bytes, max_plays
@@ -128,13 +132,13 @@ class Promises:
         self._dropped: list[int] = []
         self._unplayed = self._crowded = 0
         self._rate = self._ttfb_s = 0.0
-        """Bytes per second (0.0: unknown), and seconds to a first byte."""
+        """Link speed in bytes per second (0.0: unknown), and seconds to the first byte."""
         self._engine_s = self._looked_s = -math.inf
         self._changed = False
 
     @property
     def held_bytes(self) -> int:
-        """Host memory of running and unused plays."""
+        """Host memory of running and unused plays, bytes."""
         return sum(held.bytes for held in self._held.values())
 
     @property
@@ -143,7 +147,7 @@ class Promises:
         return bool(self._waiting) or any(len(held.ends) < self._ranks for held in self._held.values())
 
     def link(self, rate: float, ttfb_s: float) -> None:
-        """Set the link's bytes per second (0.0: unknown) and seconds to a first byte."""
+        """Set the link's speed in bytes per second (0.0: unknown), and its time to first byte in seconds."""
         self._rate, self._ttfb_s = rate, ttfb_s
 
     def idle(self, now: float) -> None:
@@ -154,8 +158,8 @@ class Promises:
     ) -> int | None:
         """Return the number of promised tokens after the first ``computed``; None: ask again.
 
-        ``last`` is the token after the last at the origin; ``terms`` returns the costs, given the first token to load;
-        ``due_s`` is the deadline of the play.
+        ``last`` is the number of tokens at the origin; ``terms`` returns the request's terms, given the first token to
+        load; ``due_s`` is the deadline of the play.
         """
         held = self._held.get(request)
         if last <= computed or request in self._released:
@@ -172,7 +176,7 @@ class Promises:
         end = min(*held.ends, last)
         if self._same_ends and len(set(held.ends)) > 1:
             end = first
-        if computed < first:  # vLLM has evicted tokens that the play left out
+        if computed < first:  # vLLM has evicted tokens before the start of the play
             if end > first:
                 self.drop(request)
                 return self._wait(request, computed, last, terms, due_s, now)
@@ -181,7 +185,7 @@ class Promises:
         return held.promised - computed
 
     def report(self, play: int, end: int, nbytes: int) -> bool:
-        """Record the end of a worker's play, with all tokens before ``end`` in place; return False if dropped."""
+        """Record that a worker's play ended with all tokens before ``end``; return False if the play was dropped."""
         request = self._requests.get(play)
         if request is None:
             return False
@@ -193,7 +197,7 @@ class Promises:
         return True
 
     def use(self, request: str, external: int, now: float) -> tuple[int, int] | None:
-        """End the wait of a request with ``external`` promised tokens; return the play and first token to copy."""
+        """End the wait of a request with ``external`` promised tokens; return the play and the first token to copy."""
         held = self._held.get(request)
         if held is not None:
             part = external / max(1, held.begun.last - held.begun.first)
@@ -218,9 +222,10 @@ class Promises:
             self._dropped.append(held.begun.play)
 
     def take(self, now: float) -> tuple[list[Begun], list[int], int, int]:
-        """Share link and engine.
+        """Divide link and engine among requests, and return the resulting changes.
 
-        Return plays to begin and to drop, and the numbers of requests computed for lack of memory and of time.
+        Return plays to begin, plays to drop, and the numbers of requests computed because they were late, and because
+        of a lack of link or engine time.
         """
         self._share_out(now)
         news = self._begun, self._dropped, self._unplayed, self._crowded
@@ -260,12 +265,12 @@ class Promises:
             return
         loads = self._advance(passed_s * self._rate)
         going = sum(load.bytes for load in loads)
-        loads = [load for load in loads if load.due_s > now] + self._loads(order)  # late ones end themselves
+        loads = [load for load in loads if load.due_s > now] + self._loads(order)  # late plays end by themselves
         divided = divide(loads, self._rate, now=now, ttfb_s=self._ttfb_s, engine_s=self._engine_s)
         full = bool(divided.computed or divided.late)
         least = full or any(load.here_s - now > _BASE_BUSY_SHARE * (load.by_s - now) for load in divided.played)
         spare_s = min((load.by_s for load in divided.played), default=math.inf) - max(now, self._engine_s)
-        for load in (*divided.played, *divided.late):  # a part of a late play is better than none
+        for load in (*divided.played, *divided.late):  # a partial late play is better than none
             if load.begun:
                 continue
             if going > self._rate * max(_AHEAD_S, _AHEAD_TTFB * self._ttfb_s):
@@ -278,7 +283,7 @@ class Promises:
                 break
             going += load.bytes
         self._compute([load.request for load in divided.computed], divided.played, now)
-        if any(load.begun for load in divided.late):  # which may still be in time
+        if any(load.begun for load in divided.late):  # such a play may still be in time
             late = [name for name in late if now >= self._waiting[name].last_s]
         self._compute(late, divided.played, now, late=True)
 
@@ -314,7 +319,7 @@ class Promises:
         return [held for held in self._held.values() if len(held.ends) < self._ranks]
 
     def _end_s(self, load: Demand, now: float) -> float:
-        """Return the time at which a play must end for its prompt and later ones to be in time."""
+        """Return when a play must end so that its request and later requests meet their deadlines."""
         return min(load.due_s, max(load.by_s, now + _MIN_TRANSFER_FACTOR * (load.here_s - now)) + load.played_s)
 
     def _compute(self, requests: Sequence[str], played: Sequence[Demand], now: float, *, late: bool = False) -> None:
@@ -323,7 +328,7 @@ class Promises:
             if waiting is not None:
                 load, last_s = _load(name, waiting), waiting.last_s
             else:
-                assert held is not None  # noqa: S101  # it waits, or is played
+                assert held is not None  # noqa: S101  # it either waits or is played
                 load, last_s = held.load, math.inf
             by_s = min((one.by_s for one in played if late or one.due_s < load.due_s), default=math.inf)
             if max(now, self._engine_s) + load.computed_s > by_s and now < last_s:
@@ -340,9 +345,10 @@ class Promises:
     def _begin(
         self, request: str, load: Demand, end_s: float | None = None, *, least: bool = False, scarce: bool = False
     ) -> bool:
-        """Begin a play until ``end_s``; return False without memory for it.
+        """Begin a play that must end by ``end_s``; return False if there is no memory for it.
 
-        ``least``: only its smallest track; ``scarce``: the engine has no time to compute it.
+        With ``least``, play only the smallest track. ``scarce`` is True if the engine has no time to compute the
+        request.
         """
         waiting = self._waiting[request]
         if (size := self._fitting(waiting.terms.sizes[-1:] if least else waiting.terms.sizes)) is None:

@@ -1,7 +1,7 @@
 """Publishing in a worker, from the engine's blocks: when a request ends, or group by group during its prefill.
 
-A growing cache is copied right after each step, before later steps overwrite blocks; on a GPU during the next step, and
-the engine waits only if it has taken blocks away.
+A growing cache is copied right after each step, before later steps overwrite its blocks. On a GPU it is copied during
+the next step, and the engine waits only if it preempts requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Read = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class PublishingWorker(Protocol):
-    """Requirements of the worker."""
+    """What publications need from the worker."""
 
     counts: ConnectorCounts
 
@@ -60,14 +60,14 @@ class PublishingWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Publishers:
-    """Destinations of published caches."""
+    """Publishers of ended and of running requests."""
 
     ended: Publisher
     live: LivePublisher | None = None
-    """Publisher of requests during prefill, into the same store."""
+    """Publisher for requests during prefill, into the same store."""
 
     def close(self) -> None:
-        """Publish waiting caches."""
+        """Publish the waiting caches."""
         (self.live or self.ended).close()
 
 
@@ -83,7 +83,7 @@ class Publications:
         self._windows, self._states = WindowCache(kept), StateCache(kept)
         self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
         self._growing: dict[str, LiveSlot | None] = {}
-        """Growing caches; None: not published."""
+        """Growing caches by request; None for those that are not published."""
         self._kept: list[KeepRequest] = []
         self._snapshots: list[SnapshotRequest] = []
         self._grown: list[GrowRequest] = []
@@ -91,7 +91,7 @@ class Publications:
         self._ended: list[tuple[str, int]] = []
         self._lock = threading.Lock()
         self.overlapped = False
-        """Growing caches are copied during the next step: on a GPU, without windows."""
+        """True if growing caches are copied during the next step: on a GPU, without windows."""
 
     @property
     def tracks(self) -> str:
@@ -101,11 +101,11 @@ class Publications:
 
     @property
     def under_way(self) -> bool:
-        """True if a recent publication is in progress."""
+        """True if a publication that began recently is in progress."""
         return self._under_way > 0 and time.monotonic() - self._begun_s < _TIMEOUT_S
 
     def registered(self) -> None:
-        """Use the engine's blocks."""
+        """Start to use the engine's blocks."""
         self.overlapped = self._copier.on_gpu and not self._passing
 
     def begin(self, step: Step) -> None:
@@ -117,7 +117,7 @@ class Publications:
             else:
                 self._publish(publication)
         for grown in step.grown:
-            if grown.tokens:  # announce before its first step: players look it up already
+            if grown.tokens:  # announce before the first step, so that players can already find it
                 self._growing[grown.request] = self._announce(grown)
 
     def preempted(self) -> None:
@@ -125,7 +125,7 @@ class Publications:
         self._copier.wait()
 
     def computed(self) -> None:
-        """Copy the step's results; called on the engine's thread after the step."""
+        """Copy the step's results; call this on the engine's thread after the step."""
         for keep in self._kept:
             self._keep(keep)
         for snapshot in self._snapshots:
@@ -150,13 +150,13 @@ class Publications:
                     self._copier.submit(self._hand_over, slot, grown)
                 else:
                     self._hand_over(slot, grown)
-        except Exception as error:  # noqa: BLE001  # the request must go on
+        except Exception as error:  # noqa: BLE001  # the request must continue
             _log.warning("kvabr: not published while it is computed (%s)", error, exc_info=True)
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _announce(self, grown: GrowRequest) -> LiveSlot | None:
         live = self._publishers.live
-        assert live is not None  # noqa: S101  # nothing grows otherwise
+        assert live is not None  # noqa: S101  # a cache only grows with a live publisher
         cost = self._engine.cost
         size, chunk = self._model.spec.group_tokens, max(1, grown.step)
         ends = range(size, len(grown.tokens) + 1, size)
@@ -165,13 +165,13 @@ class Publications:
         try:
             if self._engine.lossy.before(
                 grown.tokens, grown.salt, model.spec.model
-            ):  # then the rest is not exact either
+            ):  # the following tokens are not exact either
                 slot: LiveSlot | str = "lossy"
             else:
                 own, done = model.shard.model, partial(self._published, grown.request)
                 slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, model=own, done=done)
                 self._count(0 if isinstance(slot, str) else 1)
-        except Exception as error:  # noqa: BLE001  # the request must go on
+        except Exception as error:  # noqa: BLE001  # the request must continue
             _log.warning("kvabr: not published: %s", error, exc_info=not isinstance(error, UsageError))
         else:
             if not isinstance(slot, str):
@@ -227,7 +227,7 @@ class Publications:
                 ]
                 self._engine.blocks.read(runs, [kv.get(part) for part in range(len(parts))])
                 self._windows.keep(chunk, [kv[part] for part in self._passing])
-        except Exception as error:  # noqa: BLE001  # the request must go on; it is not published
+        except Exception as error:  # noqa: BLE001  # the request must continue; it is not published
             _log.warning("kvabr: tokens that leave a window could not be kept (%s)", error, exc_info=True)
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
@@ -305,7 +305,7 @@ class Publications:
         try:
             with self._copier.apart():
                 kv = read()
-        except Exception as error:  # noqa: BLE001  # the request must go on
+        except Exception as error:  # noqa: BLE001  # the request must continue
             slot.leave()
             self._published(publication.request, PublishOutcome("failed", why=str(error)))
         else:
@@ -321,7 +321,7 @@ class Publications:
                 self._begun_s = time.monotonic()
 
     def published(self) -> list[tuple[str, int]]:
-        """Return, once, the published requests and their cached tokens."""
+        """Return the newly published requests with their cached tokens, once."""
         with self._lock:
             ended, self._ended = self._ended, []
         return ended

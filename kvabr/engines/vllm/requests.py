@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Any
 
 OWN = "kvabr"
-"""Key of the served losses in an answer's ``kv_transfer_params``."""
+"""Key of the served losses in ``kv_transfer_params`` of a response."""
 _SWITCHES = frozenset({"play", "publish", "live", "back"})
 _KEYS = _SWITCHES | {"deadline_s", "keep_s", "max_loss", OWN}
 _FOREIGN_PREFIXES = ("do_remote_", "remote_")
-"""Prefixes of keys of vLLM's own connectors."""
+"""Prefixes of keys that vLLM's own connectors use."""
 _MAX_KEYS = 64
 
 
@@ -26,18 +26,18 @@ def params(request: Any) -> dict[str, Any]:
 
 
 def allows(request: Any, key: str) -> bool:
-    """Return True unless a request disables ``play``, ``publish`` or ``live``."""
+    """Return False if a request disables ``play``, ``publish`` or ``live``, given as ``key``."""
     given = params(request).get(key)
     return given is None or given is True
 
 
 def expects_return(request: Any) -> bool:
-    """Return True if the session continues, see `kvabr.engines.vllm.hints`."""
+    """Return True if a request announces a further turn, see `kvabr.engines.vllm.hints`."""
     return params(request).get("back") is True
 
 
 def requested_max_loss(request: Any) -> float | None:
-    """Return a request's bound on its expected loss, infinite without one; None if invalid."""
+    """Return a request's limit of expected loss, infinite without one; None if invalid."""
     given = params(request).get("max_loss")
     if given is None:
         return math.inf
@@ -47,7 +47,7 @@ def requested_max_loss(request: Any) -> float | None:
 
 
 def faults(request: Any) -> Iterator[tuple[str, str]]:
-    """Yield faults of a request's first `_MAX_KEYS` parameters with their consequences."""
+    """Yield faults in a request's first `_MAX_KEYS` parameters, each with its consequence."""
     for key, value in islice(params(request).items(), _MAX_KEYS):
         if key in _SWITCHES and not (value is None or isinstance(value, bool)):
             yield f"{key} is neither true nor false", f"{str(value)[:80]!r} counts as false"
@@ -58,7 +58,7 @@ def faults(request: Any) -> Iterator[tuple[str, str]]:
 
 
 def unfit(request: Any) -> str | None:
-    """Return the part of a request's cache key that has no name, if any."""
+    """Return the part of a request's cache key that kvabr cannot name, or None."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings instead of tokens"
     return None
@@ -71,13 +71,13 @@ def apart(request: Any) -> tuple[object, ...]:
 
 
 def media_of(request: Any) -> tuple[tuple[object, int], ...]:
-    """Return vLLM's identifiers of a request's media, and their first tokens."""
+    """Return vLLM's identifiers of a request's media, each with its first token."""
     features = getattr(request, "mm_features", None) or ()
     return tuple((each.identifier, each.mm_position.offset) for each in features)
 
 
 def salt_of(request: Any, salt: bytes) -> bytes:
-    """Return the salt of a request's caches, from the engine's salt and its own ``cache_salt``."""
+    """Return the salt for a request's caches, from the engine's salt and the request's ``cache_salt``."""
     own = str(getattr(request, "cache_salt", None) or "")
     if not own:
         return salt

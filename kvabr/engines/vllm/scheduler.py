@@ -1,8 +1,8 @@
 """The connector's half in vLLM's scheduler: looks up prompts at the origin, and selects caches to publish.
 
 It never blocks: vLLM must ask again while a lookup or play (`Promises`) runs. While a play is decoded into blocks,
-requests with the same prefix wait to share them. A request gets a hit only once: if a promised load fails, the same
-answer would loop forever.
+requests with the same prefix wait in order to share these blocks. A request gets a hit only once: if a promised load
+fails, a second hit could cause an endless loop.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ _MIN_PLAY_SHARE = 0.25
 _MIN_LOOKUP_SHARE = 0.25
 _MIN_LEFT_S = 1e-3
 _ROUNDING = 1e-12
-"""Tolerance of sums of losses, nats per token."""
+"""Tolerance for rounding in sums of losses, nats per token."""
 _LINK_S = 0.05
 """Seconds between queries of the link's speed."""
 _LOOK_S = 1.0
-"""Time limit of a round trip measurement, and the pause after it."""
+"""Time limit of a round trip measurement, and pause after it, in seconds."""
 _MAX_DEADLINE_S = 60.0
-"""Maximum deadline of a request unless the setting is longer."""
+"""Maximum deadline of a request, in seconds, unless the setting is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
     tokens: Sequence[int] = ()
-    """Ids of its prompt, with digests of media."""
+    """Token ids of the prompt, with digests of media."""
     adapter: str | None = None
     unfit: str | None = None
 
@@ -95,7 +95,7 @@ class _Lookup:
     terms: dict[int, Terms] = field(default_factory=dict)
     lacks: int = 0
     last: int = 0
-    """Token after the last to load; 0: no further hit."""
+    """Token after the last token to load; 0: no further hit."""
     tail: int = 0
     due_s: float = 0.0
     loss: float = 0.0
@@ -109,7 +109,7 @@ class _Lookup:
 
 
 class SchedulerHalf:
-    """The scheduler's part; requests are vLLM's own objects."""
+    """The connector's half in the scheduler; requests are vLLM's objects."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class SchedulerHalf:
         announced: AnnouncedBlocks | None = None,
         hashed: int | None = None,
     ) -> None:
-        """Start; no lookups without a client.
+        """Start; without a client, nothing is looked up.
 
-        ``evict`` removes blocks from vLLM's prefix cache; ``announced`` collects KV events; ``hashed`` is the tokens
-        per hash.
+        ``evict`` removes blocks from vLLM's prefix cache; ``announced`` collects KV events; ``hashed`` is the number of
+        tokens per hash.
         """
         self.announced = announced
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
@@ -139,7 +139,7 @@ class SchedulerHalf:
         self._unshared: list[Any] = []
         """Requests that must not use vLLM's prefix cache from the next step on."""
         self._loading: dict[str, frozenset[str]] = {}
-        """Running loads, with the digests of their groups."""
+        """Loads in progress, with the digests of their groups."""
         self._promises = Promises(
             ranks=model.ranks,
             block=model.block,
@@ -154,11 +154,11 @@ class SchedulerHalf:
         if produces and settings.publish_live and not model.caches.states:
             self._growth = Growth(model.caches, model.spec.group_tokens, self._name_of)
         self._old: set[str] = set()
-        """Requests that may have KV of old weights, and are not published."""
+        """Requests that may have KV of old weights, which must not be published."""
         self._arrived: set[str] = set()
         self.counts = ConnectorCounts()
         self.publishing = False
-        limit = settings.keep_loss if model.prefix_caching else math.inf  # without prefix caching nothing is reused
+        limit = settings.keep_loss if model.prefix_caching else math.inf  # no block is reused without prefix caching
         self._kept = BlockLosses(limit, model.caches.blocks, evict, self.counts, hashed)
         self._cost: PrefillCost | None = None
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
@@ -170,7 +170,7 @@ class SchedulerHalf:
         self._hints = RequestHints(settings, model, client, self.counts, self._trouble)
 
     def arrived(self, request: Any) -> None:
-        """Begin the lookup of a new request, once the name of its adapter is known."""
+        """Start the lookup of a new request once its adapter's digest is known."""
         if self._waits(request):
             return
         if request.request_id not in self._lookups and request.request_id not in self._arrived:
@@ -189,7 +189,7 @@ class SchedulerHalf:
                 self._announce_later(request)
 
     def reset(self) -> bool:
-        """Forget all caches, since weights may have changed; do not publish started requests.
+        """Forget all caches, since weights may have changed; running requests will not be published.
 
         Return False while loads into blocks are running; they cannot be cancelled.
         """
@@ -212,7 +212,7 @@ class SchedulerHalf:
         return not self._loading
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return the tokens to load after the first ``computed`` (None: ask again), and whether vLLM waits."""
+        """Return the tokens to load after the first ``computed`` (None: ask again), and True if vLLM must wait."""
         if self._waits(request):
             self._digesting.add(request.request_id)
             return None, False
@@ -236,7 +236,7 @@ class SchedulerHalf:
     def _may_share(self, request: Any, lookup: _Lookup, computed: int) -> bool:
         """Return True if a request may use vLLM's first ``computed`` tokens; otherwise vLLM must ask again.
 
-        0 tokens are checked too: some may have been shared a step ago.
+        This also applies to 0 tokens, since some may have been shared a step ago.
         """
         deadline_s, limit = lookup.deadline_s if allows(request, "play") else math.inf, lookup.max_loss - lookup.loss
         if not self._kept.may_share(request, computed, deadline_s, limit):
@@ -263,7 +263,7 @@ class SchedulerHalf:
         return at < len(catalog.chunks) and any(catalog.chunks[at] in chunks for chunks in self._loading.values())
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """Copy a play into allocated blocks, given per block table."""
+        """Copy a play into allocated blocks, given for each block table."""
         name, caches = request.request_id, self._model.caches
         lookup = self._lookups.get(name)
         if lookup is None:
@@ -289,10 +289,10 @@ class SchedulerHalf:
         before: Mapping[str, int] = MappingProxyType({}),
         preempted: bool = False,
     ) -> Step:
-        """Return the workers' requests for a step of ``scheduled`` tokens, timed if ``before`` is complete."""
+        """Return the workers' messages for a step of ``scheduled`` tokens; it is timed if ``before`` is complete."""
         step, self._pending = self._pending, Step()
         while self._unshared:
-            self._unshared.pop().skip_reading_prefix_cache = True  # any earlier, vLLM would use its blocks once more
+            self._unshared.pop().skip_reading_prefix_cache = True  # if set earlier, vLLM would use its blocks once more
         step.preempted = preempted
         step.scheduled, step.prefill = sum(scheduled.values()), prefill_of(scheduled, before)
         self._kept.step(scheduled, tables)
@@ -304,7 +304,7 @@ class SchedulerHalf:
         now = time.monotonic()
         self._look_at_link(now)
         self._promises.link(self._link.rate, self._link.ttfb_s)
-        if step.scheduled <= len(scheduled):  # no prompt in this step
+        if step.scheduled <= len(scheduled):  # the step has no prompt
             self._promises.idle(now)
         begun, step.dropped, *without = self._promises.take(now)
         for what, n in zip(("lookups_unplayed", "lookups_crowded"), without, strict=True):
@@ -325,7 +325,7 @@ class SchedulerHalf:
             lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def published(self, request: str, tokens: int) -> None:
-        """Record the tokens of a request that a worker has published."""
+        """Record how many tokens of a request a worker has published."""
         self._hints.published(request, tokens)
         if self.announced is not None:
             self.announced.published(request, tokens)
@@ -338,7 +338,7 @@ class SchedulerHalf:
             self._loading.pop(name, None)
 
     def served(self, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, float] | None:
-        """Return the served losses of an ending request; None without a play."""
+        """Return the losses that an ending request was served with; None without a play."""
         served = self._kept.over(request.request_id, blocks)
         if served is not None and served["loss"] > self._settings.keep_loss:
             _log.info(
@@ -372,7 +372,7 @@ class SchedulerHalf:
         chunks, states = self._completed.over(name), self._model.caches.states
         self._boundaries.over(name)
         if not chunks and self._produces and (self._model.caches.passing or states):
-            chunks = self._chain_of(request)  # vLLM had all of it
+            chunks = self._chain_of(request)  # vLLM had all tokens of the prompt
         lookup = self._lookups.pop(name, None)
         if lookup is not None and lookup.handle is not None:
             lookup.handle.cancel()
@@ -428,7 +428,7 @@ class SchedulerHalf:
         )
 
     def _prefill_of(self, catalog: Catalog | None = None) -> PrefillCost:
-        """Return the cost of a prefill: configured, measured, from the catalog, or a guess."""
+        """Return the cost of a prefill: configured, measured, from the catalog, or guessed."""
         prior = None if catalog is None else catalog.prefill
         return self._settings.prefill_cost or self._cost or prior or guess(self._model.spec)
 
@@ -466,7 +466,7 @@ class SchedulerHalf:
         left_s: float,
     ) -> LoadRequest:
         found = lookup.found
-        assert found is not None  # noqa: S101  # nothing is loaded that was not found
+        assert found is not None  # noqa: S101  # only found caches are loaded
         return LoadRequest(
             play=play,
             request=request,
@@ -483,9 +483,9 @@ class SchedulerHalf:
         )
 
     def _tail(self, uncached: int) -> int:
-        """Return the tokens of a play that may be computed instead, in a step with ``uncached`` others.
+        """Return how many tokens of a play may be computed instead, in a step with ``uncached`` other tokens.
 
-        0 for several ranks, which must leave out the same tokens: `_shortened` decides.
+        Return 0 for several ranks: they must leave out the same tokens, so `_shortened` decides.
         """
         if self._model.ranks > 1:
             return 0
@@ -493,7 +493,7 @@ class SchedulerHalf:
         return min(self._settings.tail, max(0, self._model.step_tokens - uncached) // max(1, waiting))
 
     async def _shortened(self, client: EngineClient, lookup: _Lookup, found: Found) -> Found:
-        """Return the part of a cache to load, without the tail; tails of all waiting requests fit into a step."""
+        """Return the part of a cache to load, without the tail; the tails of all waiting requests fit into a step."""
         settings, last = self._settings, self._usable(found, len(lookup.tokens) - 1)
         if not last:
             return found
@@ -535,7 +535,7 @@ class SchedulerHalf:
         if lookup.within_s < self._rtt_s:
             self.counts.add("lookups_hopeless")
             self._trouble.warn("deadlines are too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
-            if not self._looking:  # it may have been long only once
+            if not self._looking:  # the round trip may have been slow only once
                 self._looking = True
                 self._client.begin(self._look)
             return lookup
@@ -543,7 +543,7 @@ class SchedulerHalf:
         return lookup
 
     def _lookup_s(self, lookup: _Lookup) -> float:
-        """Return the time limit of a lookup that leaves time to compute the prompt, or else to play it."""
+        """Return the time limit of a lookup that leaves time to compute the prompt afterwards, or else to play it."""
         deadline_s = lookup.deadline_s
         left_s = abs(deadline_s - self._prefill_of().seconds(0, len(lookup.tokens)))
         return min(max(left_s, _MIN_LOOKUP_SHARE * deadline_s), (1 - _MIN_PLAY_SHARE) * deadline_s)
@@ -582,7 +582,7 @@ class SchedulerHalf:
         except FormatError as error:
             self.counts.add("lookups_refused")
             self._trouble.warn("the origin's cache is not played", error)
-        except Exception:  # noqa: BLE001  # the request must go on
+        except Exception:  # noqa: BLE001  # the request must continue
             self.counts.add("lookups_failed")
             _log.exception("kvabr: a lookup failed; the request is computed")
         else:
@@ -601,7 +601,7 @@ class SchedulerHalf:
         return True
 
     def _usable(self, found: Found, limit: int) -> int:
-        """Return the number of tokens, at most ``limit``, that vLLM can start with: whole blocks, and its states."""
+        """Return how many tokens, at most ``limit``, vLLM can start with: whole blocks, at a snapshot of all states."""
         catalog, block = found.catalog, self._model.block
         last = whole_blocks(min(catalog.tokens - self._model.ahead, limit), block)
         if not self._model.caches.states:
@@ -651,7 +651,7 @@ class SchedulerHalf:
         played = self._client is not None and allows(request, "play")
         if not played and not (self._produces and allows(request, "publish")):
             return False
-        return any([self._adapters.waits(request), self._pictures.waits(request)])  # start both
+        return any([self._adapters.waits(request), self._pictures.waits(request)])  # a list, so that both start
 
     def _chain_of(self, request: Any) -> Sequence[str]:
         named, size = self._name(request), self._model.spec.group_tokens

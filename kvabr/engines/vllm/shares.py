@@ -1,8 +1,9 @@
-"""Division of waiting requests into played and computed ones, within the capacity of link and engine.
+"""Divides waiting requests into played and computed ones, within the capacity of link and engine.
 
 A play occupies the link for its smallest track, then the engine for uncached tokens; both serve the earliest deadline
-first. If not all can be played in time, requests with the least engine time per saved link byte are computed, among
-equals the lossiest. If that is too late, requests that free the most engine time are late.
+first. If not all requests can be played in time, those with the least additional engine time per saved link byte are
+computed; of equal ones, the one with the highest loss. If the engine then exceeds deadlines, the requests with the most
+engine time are given up as late.
 
 Pure: no vLLM, no clock, no threads.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 _ENGINE_MARGIN = 1.1
-"""Safety factor of engine times: steps are not full, and other work continues."""
+"""Safety factor of engine times: steps are not full, and the engine also does other work."""
 
 
 @dataclass(slots=True)
@@ -25,16 +26,16 @@ class Demand:
     request: str
     due_s: float
     bytes: float
-    """Remaining bytes on the link if played."""
+    """Remaining bytes to transfer if played."""
     played_s: float
     computed_s: float
     loss: float = 0.0
-    """Expected loss on its smallest track, nats per generated token."""
+    """Expected loss on the smallest track, nats per generated token."""
     begun: bool = False
     here_s: float = 0.0
-    """Expected end of its transfer."""
+    """Expected end of the play's transfer, in seconds."""
     by_s: float = 0.0
-    """Latest end of its transfer for all following ones to be in time."""
+    """Latest end of the play's transfer for all following requests to be in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class Assignment:
 
 
 def divide(loads: Iterable[Demand], rate: float, *, now: float, ttfb_s: float, engine_s: float) -> Assignment:
-    """Divide requests, and set the times of the played ones.
+    """Divide requests, and set the times of played requests.
 
-    ``rate`` is in bytes per second, ``ttfb_s`` the time to a first byte, ``engine_s`` when the engine is free.
+    ``rate`` is in bytes per second, ``ttfb_s`` the time to first byte; the engine is free at ``engine_s``.
     """
     order = sorted(loads, key=lambda load: load.due_s)
     played, computed = _by_link(order, rate, now + ttfb_s)
@@ -69,20 +70,20 @@ def divide(loads: Iterable[Demand], rate: float, *, now: float, ttfb_s: float, e
 
 
 def _price(load: Demand) -> tuple[bool, float, float, float]:
-    """Return the sort key of the cost to compute a request; among equals, the latest deadline first."""
+    """Return a sort key by the cost to compute a request; if equal, the latest deadline first."""
     more_s = load.computed_s - load.played_s
     return load.begun, more_s / load.bytes if load.bytes > 0 else math.inf, -load.loss, -load.due_s
 
 
 def _relief(load: Demand, work_s: float) -> tuple[bool, float, float]:
-    """Return the sort key of late requests: longest first, running ones last."""
+    """Return a sort key for choosing late requests: longest first, running ones last."""
     return load.begun, -work_s, -load.due_s
 
 
 def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[str], set[str]]:
-    """Return the requests that the link carries in time, and those to compute.
+    """Return the requests that the link can carry in time, and the requests to compute.
 
-    A request gives way only to later ones, so earlier ones stay in time.
+    A request is only replaced by later ones, so earlier requests stay in time.
     """
     played, computed = {load.request for load in order}, set[str]()
     cheapest = list[tuple[tuple[bool, float, float, float], int]]()
@@ -121,7 +122,7 @@ def _by_engine(
 
 
 def _with(load: Demand, played: set[str], rate: float, all_s: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return the end times with one more job: engine without waiting, engine with plays only, and link."""
+    """Return the end times after one more job: the engine's without waiting for plays, the engine's, and the link's."""
     busy_s, plays_s, here_s = all_s
     if load.request not in played:
         return busy_s + _ENGINE_MARGIN * load.computed_s, plays_s, here_s
@@ -130,7 +131,7 @@ def _with(load: Demand, played: set[str], rate: float, all_s: tuple[float, float
 
 
 def _ends_s(order: Sequence[Demand], played: set[str], rate: float, begin_s: float, engine_s: float) -> float:
-    """Return when the engine ends the last of the jobs, which is due last."""
+    """Return when the engine ends the last job, which has the latest deadline."""
     now, here_s = engine_s, begin_s
     now += _ENGINE_MARGIN * sum(load.computed_s for load in order if load.request not in played)
     waits = order[-1].request in played

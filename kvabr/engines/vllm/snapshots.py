@@ -1,7 +1,7 @@
-"""Snapshots of recurrent states: the scheduler notes the step that leaves one, and the worker keeps it for publishing.
+"""Snapshots of recurrent states: the scheduler finds the step that leaves one, and the worker keeps it to publish.
 
-In the cache mode "align" (default with prefix caching), vLLM ends a step of every prompt after its last whole block,
-where the layer's table has the state. vLLM drops it later, so the worker copies it right after that step.
+In the cache mode "align" (default with prefix caching), vLLM ends one step of every prompt after the last whole block,
+and stores the state in that block. vLLM drops the state later, so the worker copies it right after that step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvabr.store.lru import ByteLru
 
 
 class Boundaries:
-    """In the scheduler: finds the step that leaves a request's state to publish."""
+    """In the scheduler: finds the step that leaves a request's state for publishing."""
 
     def __init__(self, block: int, group_tokens: int, chain_of: Callable[[Any], Sequence[str]]) -> None:
         """Start; ``chain_of`` returns the digests of a request's groups, empty if it is not published."""
@@ -26,7 +26,7 @@ class Boundaries:
         self._open: dict[str, Any] = {}
 
     def end(self, request: Any) -> int:
-        """Return the number of tokens before a prompt's published state; at least one token follows."""
+        """Return the number of tokens before the state that is published for a prompt; at least one token follows."""
         return max(0, int(request.num_prompt_tokens) - 1) // self._every * self._every
 
     def arrived(self, request: Any) -> None:
@@ -60,7 +60,7 @@ class Boundaries:
 
 
 class StateCache:
-    """In a worker: an LRU of snapshots by the digest of their tokens."""
+    """In a worker: an LRU cache of snapshots, by the digest of their tokens."""
 
     def __init__(self, max_bytes: int) -> None:
         self._kept: ByteLru[str, dict[int, torch.Tensor]] = ByteLru(
@@ -68,10 +68,10 @@ class StateCache:
         )
 
     def keep(self, chunk: str, parts: dict[int, torch.Tensor]) -> None:
-        """Keep a snapshot: one tensor per class of states, never changed afterwards."""
+        """Keep a snapshot: one tensor per class of states. Do not change the tensors afterwards."""
         if self._kept.get(chunk) is None:
             self._kept.add(chunk, parts)
 
     def take(self, chunk: str) -> dict[int, torch.Tensor] | None:
-        """Return a snapshot, one tensor per class, if kept."""
+        """Return a snapshot, one tensor per class; None if it is not cached."""
         return self._kept.get(chunk)

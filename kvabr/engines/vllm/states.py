@@ -1,4 +1,4 @@
-"""vLLM's form of a layer's recurrent states: the last inputs of its convolution, and the state.
+"""Recurrent states in vLLM's form: a layer's last inputs of the convolution, and its state.
 
 They are published in transformers' form (`kvabr.engines.transformers.cache`).
 """
@@ -13,19 +13,19 @@ import torch
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 _TRANSPOSED = "GDN_ATTN"
-"""Layers with a state described as [head, column, row], stored so on GPUs, but as [head, row, column] on CPUs."""
+"""Type of layers that vLLM describes as [head, column, row]; GPUs store this, but CPUs [head, row, column]."""
 KNOWN = {"GDN_ATTN": (CONVOLUTION, RECURRENT), "MAMBA2": (CONVOLUTION, RECURRENT), "SHORT_CONV": (CONVOLUTION,)}
 
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """Form of one state in vLLM, [block, ...], and as published, [head, row, column]."""
+    """Form of one state: [block, ...] in vLLM, and [head, row, column] as published."""
 
     role: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int = 0
-    """Bytes of other states before it in a block."""
+    """Offset of the state in a block, in bytes."""
     turned: bool = False
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class StateForm:
 
     @property
     def published(self) -> tuple[int, int, int]:
-        """Published heads, rows and columns.
+        """Numbers of heads, rows and columns, as published.
 
         A convolution of n inputs has n columns; vLLM omits the first (the oldest), which is never read again.
         """
@@ -48,7 +48,7 @@ class StateForm:
         return (heads, columns, rows) if self.turned else (heads, rows, columns)
 
     def view(self, states: torch.Tensor, block: int) -> torch.Tensor:
-        """Return a view of a block, [head, row, column]; of a convolution without the first column."""
+        """Return a view of the state in a block, [head, row, column]; for a convolution without the first column."""
         state = states[block]
         if self.role == CONVOLUTION:
             return (state if self.shape[0] > self.shape[1] else state.transpose(0, 1))[None]

@@ -1,4 +1,4 @@
-"""Counters of the connector that add up over steps and workers. Needs no vLLM."""
+"""Counters of the connector, which can be summed over steps and workers. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ConnectorCounts:
             self._data[name] = self._data.get(name, 0) + by
 
     def note(self, name: str, value: float) -> None:
-        """Record a number for a histogram."""
+        """Record a value for a histogram."""
         if name not in HISTOGRAMS:
             raise KeyError(name)
         with self._lock:

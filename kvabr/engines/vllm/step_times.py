@@ -1,6 +1,6 @@
-"""The cost of the engine's prefills, from the times of its steps. Needs no vLLM.
+"""Measures the cost of the engine's prefills from the times of its steps. Does not import vLLM.
 
-On a GPU two events on the stream time a step, read when the next one begins.
+On a GPU, two events on the stream measure a step; they are read when the next step begins.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PENDING = 64
 
 
 class StepTimes:
-    """Times steps, and stores the costs in the client's folder. Called on the engine's thread."""
+    """Times steps, and stores the costs in the client's folder. Call its methods on the engine's thread."""
 
     def __init__(
         self, model: str, spec: KVSpec, limit: int, folder: Path | None, submit: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Start, for steps of at most ``limit`` tokens of ``model``; ``submit`` runs work in a thread."""
+        """Prepare to time steps of up to ``limit`` tokens of ``model``; ``submit`` runs work in a thread."""
         self._model, self._spec, self._limit, self._submit = model, spec, limit, submit
         self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
         self._timings, self._key, self._on_gpu = PrefillTimings(guess(spec)), "", False
@@ -39,11 +39,11 @@ class StepTimes:
         self._ended: deque[tuple[tuple[int, int], Any, Any]] = deque(maxlen=_PENDING)
         self._unfitted, self._fitted, self._saved_s = 0, 0, 0.0
         self._known: PrefillCost | None = None
-        """Cached, since fitting takes too long for every play."""
+        """Cached cost, since fitting takes too long to repeat for every play."""
         self._news: PrefillCost | None = None
 
     def use(self, device: torch.device) -> None:
-        """Set the engine's device, and load earlier costs."""
+        """Set the engine's device, and load costs of earlier runs."""
         self._on_gpu = device.type == "cuda"
         self._timings = PrefillTimings(guess(self._spec, device.type))
         self._key = cost_key(self._spec.digest().hex(), f"vllm {self._model}", device)
@@ -51,11 +51,11 @@ class StepTimes:
             self._news = self._known = self.cost(None)
 
     def cost(self, prior: PrefillCost | None) -> PrefillCost:
-        """Return the cost of a prefill; before any measurement, a publisher's ``prior`` or a guess."""
+        """Return the cost of a prefill; before any measurement, the publisher's ``prior``, or a guess."""
         return self._known or _in_steps(self._timings.cost(prior), self._limit)
 
     def begin(self, prefill: tuple[int, int] | None) -> None:
-        """Begin a step equivalent to this prefill: tokens before it, and new ones."""
+        """Begin a step that takes as long as this prefill: tokens before it, and new tokens."""
         while self._ended and self._ended[0][2].query():
             done, start, end = self._ended.popleft()
             self._note(done, start.elapsed_time(end) / 1000.0)
@@ -64,7 +64,7 @@ class StepTimes:
             self._begun = prefill, time.perf_counter(), self._event()
 
     def end(self, *, alone: bool) -> None:
-        """End the step; ``alone``: no other thread has used the cores."""
+        """End the step; ``alone`` is True if no other thread has used the cores."""
         begun, self._begun = self._begun, None
         if begun is None:
             return
@@ -75,7 +75,7 @@ class StepTimes:
             self._note(prefill, time.perf_counter() - start_s)
 
     def news(self) -> PrefillCost | None:
-        """Return, once, a new cost of a prefill."""
+        """Return a new cost of a prefill, once; None if there is none."""
         news, self._news = self._news, None
         return news
 
@@ -109,9 +109,9 @@ def _in_steps(cost: PrefillCost, limit: int) -> PrefillCost:
 
 
 def prefill_of(scheduled: Mapping[str, int], before: Mapping[str, int]) -> tuple[int, int] | None:
-    """Return the prefill of one prompt equivalent to a step of several: tokens before it, and new ones.
+    """Return a prefill of one prompt that takes as long as a step of several: tokens before it, and new tokens.
 
-    ``scheduled`` and ``before`` are new and computed tokens by request; None if some are unknown.
+    ``scheduled`` has the new tokens by request, ``before`` the computed ones. Return None if some are unknown.
     """
     tokens = sum(scheduled.values())
     if not tokens or not scheduled.keys() <= before.keys():
@@ -121,7 +121,7 @@ def prefill_of(scheduled: Mapping[str, int], before: Mapping[str, int]) -> tuple
 
 
 def computed_before(output: Any) -> dict[str, int]:
-    """Return each request's tokens before a step of vLLM; empty if unavailable."""
+    """Return the number of each request's tokens before a step of vLLM; empty if unavailable."""
     try:
         found = {one.req_id: int(one.num_computed_tokens) for one in output.scheduled_new_reqs}
         running = output.scheduled_cached_reqs

@@ -1,7 +1,7 @@
-"""Window layers: the scheduler notes groups before vLLM drops them, and the worker keeps them for publishing.
+"""Window layers: the scheduler finds groups before vLLM drops them, and the worker keeps them to publish.
 
-vLLM drops blocks that leave a window during a prefill, but caches are published whole. So the worker copies groups
-after the step that completes them, and keeps them by digest for later prompts with the same prefix, too.
+vLLM drops blocks that leave a window during a prefill, but caches are published whole. So the worker copies each group
+after the step that completes it. Groups are kept by digest, also for later prompts with the same prefix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Completed:
             self._open[request.request_id] = request
 
     def over(self, name: str) -> Sequence[str]:
-        """Forget a request; return the digests of its groups if a step completed one."""
+        """Forget a request; return the digests of its groups if a step has completed at least one."""
         self._open.pop(name, None)
         return self._chunks.pop(name, ())
 
@@ -74,7 +74,7 @@ def _bytes(parts: Sequence[torch.Tensor]) -> int:
 
 
 class WindowCache:
-    """In a worker: an LRU of window groups by digest."""
+    """In a worker: an LRU cache of window groups, by digest."""
 
     def __init__(self, max_bytes: int) -> None:
         self._kept: ByteLru[str, tuple[torch.Tensor, ...]] = ByteLru(
@@ -82,15 +82,15 @@ class WindowCache:
         )
 
     def lacks(self, chunks: Sequence[str]) -> bool:
-        """Return True if a group is missing; the others count as used."""
+        """Return True if a group is missing; mark the others as used."""
         return None in [self._kept.get(chunk) for chunk in chunks]
 
     def keep(self, chunk: str, parts: Sequence[torch.Tensor]) -> None:
-        """Keep a group: one unchanging tensor [layer, K/V, head, token, dim] per class with a window."""
+        """Keep a group: one tensor [layer, K/V, head, token, dim] per class with a window, not changed afterwards."""
         self._kept.add(chunk, tuple(parts))
 
     def take(self, chunks: Sequence[str]) -> tuple[tuple[torch.Tensor, ...], ...] | None:
-        """Return groups in order, for each class with a window; None if one is missing."""
+        """Return groups in order, each with a tensor per class with a window; None if one is missing."""
         if self.lacks(chunks):
             return None
         return tuple(zip(*(self._kept[chunk] for chunk in chunks), strict=True))

@@ -1,8 +1,8 @@
 """The connector's half in a worker of vLLM: plays caches into the engine's blocks, and publishes from them.
 
-Plays run on the client's event loop and end with compressed groups in host memory. Threads or a GPU stream decode them
-into blocks that vLLM allocates for promised tokens. A thread copies publications; vLLM keeps a request's blocks until
-its load or publication ends.
+Plays run on the client's event loop, and leave compressed groups in host memory. vLLM allocates blocks for promised
+tokens, and threads or a GPU stream decode the groups into these. Another thread copies caches to publish. vLLM keeps a
+request's blocks until its load or publication ends.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from kvabr.types.loss import predicted_loss, promised_loss
 _log = logging.getLogger("vllm.kvabr")
 
 _NAP_S, _SHORT_NAP_S = 0.01, 0.002
-"""Pauses of a step without computation, since vLLM would poll on a core that decoding needs; the shorter for lookups.
+"""Pauses in steps without computation, in seconds, since vLLM would otherwise poll on a core that decoding needs; the
+shorter pause is for lookups.
 """
 _START_S = 30.0
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
-"""Seconds plus deadlines after which a hanging play is cancelled."""
+"""Time limit after which a hanging play is cancelled: seconds, plus a multiple of the deadline."""
 _MAX_LOSSY = 4096
 _EXACT = ("FP16", "BF16", "Raw")
-"""Exact tracks: tokens computed after them are exact too."""
+"""Tracks without loss."""
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class _Playing:
 
 
 class WorkerHalf:
-    """The worker's part."""
+    """The connector's half in a worker."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._failed: set[int] = set()
         self._unfilled: set[str] = set()
-        """Requests with failed loads, if vLLM does not accept single failed blocks."""
+        """Requests with failed loads, used if vLLM does not accept single failed blocks."""
         self._plays: dict[int, _Playing] = {}
         self._placed: list[PlacedPlay] = []
         self._scheduled, self._nap_s = 0, _NAP_S
@@ -88,7 +89,7 @@ class WorkerHalf:
     def register(
         self, caches: Caches, layout_of: LayoutOf, store: Store | None = None, *, keepers: Sequence[str] = ()
     ) -> None:
-        """Set the engine's cache; errors as `EngineBlocks`. ``keepers`` are other connectors that keep lossy plays."""
+        """Set the engine's cache; raise as `EngineBlocks`. ``keepers`` are connectors that would keep lossy plays."""
         if keepers:
             self._max_loss = self._settings.keep_loss
             _log.info(
@@ -105,7 +106,7 @@ class WorkerHalf:
             spec, blocks = self._model.shard, self._blocks
             dtype = self._model.kept(spec.largest)
             self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
-            # Wait now for a player process: the first request has no time for it.
+            # Wait for a player process to start now, as the first request has no time for it.
             ready = self._client.begin(lambda client: client.known_link())
             try:
                 ready.result(_START_S)
@@ -166,7 +167,7 @@ class WorkerHalf:
             self._publications.computed()
 
     def collect(self) -> tuple[set[str], set[str]]:
-        """Return the requests with ended publications and loads."""
+        """Return the requests with ended publications, and those with ended loads."""
         with self._news:
             if not self._scheduled and not self._received and not self._sent and not self._placed:
                 self._news.wait(self._nap_s)
@@ -175,13 +176,13 @@ class WorkerHalf:
         return sent, received
 
     def placed(self) -> list[PlacedPlay]:
-        """Return, once, ended plays."""
+        """Return newly ended plays, once."""
         with self._news:
             placed, self._placed = self._placed, []
         return placed
 
     def published(self) -> list[tuple[str, int]]:
-        """Return, once, the published requests and their cached tokens."""
+        """Return newly published requests with their cached tokens, once."""
         return [] if self._publications is None else self._publications.published()
 
     @property
@@ -189,23 +190,23 @@ class WorkerHalf:
         return self._publications is not None and self._publications.under_way
 
     def measured(self) -> PrefillCost | None:
-        """Return, once, a new cost of a prefill."""
+        """Return a new cost of a prefill, once."""
         return self._times.news()
 
     def failed_blocks(self) -> set[int]:
-        """Return, once, the blocks that collected loads did not fill."""
+        """Return the blocks that the collected loads did not fill, once."""
         with self._news:
             failed, self._failed = self._failed, set()
         return failed
 
     def failed_requests(self) -> set[str]:
-        """Return, once, the collected requests to compute as a whole."""
+        """Return the collected requests that must be computed from the start, once."""
         with self._news:
             unfilled, self._unfilled = self._unfilled, set()
         return unfilled
 
     def close(self) -> None:
-        """Cancel all plays, and publish waiting caches."""
+        """Cancel all plays and publish the waiting caches."""
         with self._news:
             plays, self._plays = list(self._plays.values()), {}
         for play in plays:
@@ -243,7 +244,7 @@ class WorkerHalf:
         play.when_done(lambda ended: self._hold(load, ended, began_s))
 
     async def _prefix(self, client: EngineClient, load: LoadRequest) -> PlayedPrefix:
-        """Play a request's cache; if another rank's shard was found, look up this rank's own first."""
+        """Play a request's cache; if the found cache is another rank's shard, look up this rank's shard first."""
         settings, model, due_s = self._settings, self._model.adapted(load.adapter), time.monotonic() + load.deadline_s
         own = model.shard
         found, skip = load.found, load.found.catalog.group_at(load.first)
@@ -277,9 +278,9 @@ class WorkerHalf:
         try:
             prefix = play.result(0.0)
         except PlayError as error:
-            if load.play in self._plays:  # otherwise dropped because its request shares another play
+            if load.play in self._plays:  # the request may have shared another play instead
                 _log.info("kvabr: %s: %s", load.request, error)
-        except Exception as error:  # noqa: BLE001  # the request must go on
+        except Exception as error:  # noqa: BLE001  # the request must continue
             self._failure(error)
         else:
             if prefix.live is not None:
@@ -365,7 +366,7 @@ class WorkerHalf:
     def _expand(
         self, load: LoadRequest, prefix: PlayedPrefix, first: int, last: int, blocks: tuple[tuple[int, ...], ...]
     ) -> int:
-        """Decode tokens into blocks; return the end of whole blocks in place, before the first failed group."""
+        """Decode tokens into blocks; return the end of the whole blocks before the first failed group."""
         end, began_s = last, time.monotonic()
         try:
             with self._loader.apart():
@@ -373,7 +374,7 @@ class WorkerHalf:
                 errors = expand_here(groups, places)
             if self._publications is not None:
                 self._note_lossy(load, prefix)
-        except Exception as error:  # noqa: BLE001  # the request must go on
+        except Exception as error:  # noqa: BLE001  # the request must continue
             self._failure(error)
             return first
         for begin, wrong in zip(begins, errors, strict=True):
@@ -400,7 +401,7 @@ def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> Pl
 
 
 def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
-    """Return a play's loss for a request that shares no later tokens."""
+    """Return a play's loss for another request that shares no later tokens."""
     catalog = load.found.catalog
     if not (prefix.tokens and catalog.even and catalog.by_name.keys() >= {*prefix.coverage}):
         return prefix.loss

@@ -1,9 +1,9 @@
 """Read network traces from files.
 
-`find` searches folders for trace files, `read` reads one. Files are untrusted: their size is bounded, every number is
-checked, and every error names the file, the line and the fix. Ambiguous files raise `TraceQuestionError`, which names
-the ``kvabr traces`` option that resolves the ambiguity. To add a format, write its two functions and one entry of
-``_FORMATS``.
+`find` searches folders for trace files; `read` reads a file. Files are untrusted: their size is bounded, every number
+is checked, and every error names the file, the line and the fix. Ambiguous files raise `TraceQuestionError`, which
+names the ``kvabr traces`` option that resolves the ambiguity. To add a format, write its two functions and add an entry
+to ``_FORMATS``.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _HEAD_LINES = 20
 _PROSE = ("readme", "source", "license", "licence", "copying", "notice", "changelog", "authors", "citation")
 _OTHER = (".md", ".rst", ".py", ".sh", ".html", ".htm", ".pdf", ".png", ".svg", ".gz", ".xz", ".zip", ".tar")
 _DATA = (".csv", ".tsv", ".json", ".txt", ".log", ".trace")
-"""Removed from a trace's name; others (``.down``, ``.up``) distinguish traces."""
+"""Suffixes to remove from a trace's name; other suffixes (``.down``, ``.up``) distinguish traces."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """Return the files among ``paths`` and in the folders among them, each once, in a fixed order.
+    """Return the trace files in ``paths``, which are files or folders; each file once, in a fixed order.
 
     Folders are searched with subfolders, but without hidden files, prose (README, SOURCE.txt, ...), files of unknown
     formats, and links to folders. Raise `MissingTraceError` if a path does not exist, or a folder has no trace.
@@ -90,17 +90,17 @@ def sniff(path: Path) -> str | None:
 
 
 def read(path: Path, *, format_name: str | None = None, columns: Columns | None = None) -> list[Trace]:
-    """Return the traces in one file: one, or several sessions named ``-0001`` and so on.
+    """Return the traces in one file: one trace, or several sessions with names that end in ``-0001`` and so on.
 
-    The family is the data set's folder: the nearest of up to three parent folders with a ``SOURCE.txt``, or the file's
-    own folder. The name is the path from there. kvabr's own format may name both. ``format_name`` is in `FORMATS`;
-    ``columns`` resolve ambiguities, and imply CSV.
+    A trace's family is the data set's folder: the nearest of up to three parent folders with a ``SOURCE.txt``, or the
+    file's own folder. Its name is the path from there. Files in kvabr's own format may contain both. ``format_name`` is
+    one of `FORMATS`; ``columns`` resolve ambiguities, and imply CSV.
 
     Raises:
         MissingTraceError: the file is empty, or in no known format.
         TraceQuestionError: the file is ambiguous, or its numbers are implausible.
-        TraceError: not an ordinary file, or too large; or its samples are empty, unsorted, negative, not finite, or all
-            zero.
+        TraceError: the file is not an ordinary file or is too large; or its samples are empty, unsorted, negative, not
+            finite, or all zero.
     """
     said = columns or Columns()
     if said.of_csv and format_name is None:

@@ -1,4 +1,4 @@
-"""Running totals, such as the bytes received by an interface, which grow by the rate."""
+"""Converts running totals, such as the bytes received by an interface, to rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from kvabr.replay.readers.source import GAP_STEPS, Rows, TraceFile, median_step
 
 _RISES_PER_FALL = 10
-"""Counters fall only when they restart at zero; a series with more falls is no counter."""
+"""Minimum number of rises per fall. A counter falls only when it restarts at zero."""
 
 
 def is_total(values: Sequence[float | None]) -> bool:
@@ -22,13 +22,13 @@ def is_total(values: Sequence[float | None]) -> bool:
 def growth(source: TraceFile, places: Sequence[int], times: Sequence[float], totals: Sequence[float | None]) -> Rows:
     """Return rows between consecutive readings of a counter, without a rate if the counter fell or has a gap.
 
-    ``totals`` are bytes; missing ones are bridged by the neighbouring rows. Raise `TraceError` for fewer than two
-    readings, or two at a time.
+    ``totals`` are bytes; a missing total is bridged by its neighbours. Raise `TraceError` for fewer than two readings,
+    or two readings at the same time.
     """
     readings = [
         (place, time, total) for place, time, total in zip(places, times, totals, strict=True) if total is not None
     ]
-    # Cell loggers repeat a row per neighbour cell.
+    # Loggers of cell information repeat a row for each neighbouring cell.
     kept = [reading for index, reading in enumerate(readings) if index == 0 or reading[1:] != readings[index - 1][1:]]
     if len(kept) < 2:
         raise source.error(f"{len(kept)} readings of the counter; a rate needs at least two")

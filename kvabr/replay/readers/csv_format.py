@@ -1,8 +1,8 @@
 """CSV with named columns: a time (or none), a rate or a counter, and optionally an end.
 
 `kvabr.replay.readers.names` recognises columns and units; `Columns` overrides it. Times are numbers, calendar
-timestamps, or times of day with or without a column of dates. Cells are separated by commas, semicolons or tabs, with a
-decimal point or comma, optionally after a line ``sep=;``. `split` divides rows into traces.
+timestamps, or times of day with or without a column of dates. Cells are separated by commas, semicolons or tabs;
+numbers have a decimal point or comma. The first line may be ``sep=;``. `split` divides rows into traces.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Table:
 
 
 def is_csv(head: Head) -> bool:
-    """Return True if a file's header names a time and a rate or a related quantity."""
+    """Return True if a file's header names a time and a rate, or a quantity related to a rate."""
     rows = head.rows
     if head.text.startswith(("[", "{")) or not rows:
         return False
@@ -64,7 +64,7 @@ def is_csv(head: Head) -> bool:
 
 
 def parse_csv(source: TraceFile) -> list[Trace]:
-    """Read a file; raise `TraceError` if a column or a unit is missing or ambiguous, or a row is no sample."""
+    """Read a file; raise `TraceError` if a column or unit is missing or ambiguous, or a row is not a sample."""
     table = _read(source)
     counter = source.said.counter is not None
     rate, factor = _find_counter(table) if counter else _find_rate(table)
@@ -84,7 +84,7 @@ def parse_csv(source: TraceFile) -> list[Trace]:
         return split(source, growth(source, places, ends or starts, rates))
     if ends is not None:
         return split(source, Rows(places, starts, ends, rates))
-    # Cell loggers repeat a row per neighbour cell.
+    # Loggers of cell information repeat a row for each neighbouring cell.
     pairs = list(zip(starts, rates, strict=True))
     if any(pair == before for before, pair in pairwise(pairs)):
         kept = [index for index, pair in enumerate(pairs) if index == 0 or pair != pairs[index - 1]]
@@ -107,7 +107,7 @@ def _read(source: TraceFile) -> _Table:
     rows: list[list[str]] = []
     try:
         for row in reader:
-            # The reader counts lines of the list, which lacks comments and empty lines.
+            # The CSV reader counts lines of this list, which has no comments and empty lines.
             places.append(lines[reader.line_num][0])
             rows.append(row)
     except csv.Error as error:
@@ -120,9 +120,10 @@ def _read(source: TraceFile) -> _Table:
 
 
 def _delimiter(lines: Sequence[str]) -> tuple[str, int]:
-    """Return the delimiter and the index of the header.
+    """Return the delimiter, and the index of the header line.
 
-    The first line names the delimiter (``sep=;``), or it splits header and first row into equally many cells.
+    The first line may name the delimiter (``sep=;``). Otherwise it must split header and first row into equally many
+    cells.
     """
     named = _SEPARATOR.fullmatch(lines[0]) if lines else None
     if named is not None:
@@ -240,7 +241,7 @@ def _list(header: Sequence[str]) -> str:
 def _mark(table: _Table, columns: Sequence[int], factor: float) -> Mark:
     """Return the decimal mark of the numbers in these columns.
 
-    In units with a small ``factor``, rates are whole numbers, so three digits after a mark may be thousands.
+    In units with a small ``factor``, rates are whole numbers, so a mark before three digits may separate thousands.
     """
     source = table.source
     if source.said.decimal is not None:
@@ -274,7 +275,7 @@ def _pointed(cells: list[str], mark: Mark) -> list[str]:
 
 
 def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[float]:
-    """Return the seconds of a column of numbers, calendar timestamps (UTC unless they have a zone) or times of day.
+    """Return a column's times in seconds: numbers, calendar timestamps (UTC without a zone) or times of day.
 
     ``other`` is the column with the other end of the rows, if any.
     """

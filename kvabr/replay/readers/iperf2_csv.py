@@ -2,8 +2,8 @@
 
     20230412104020,10.0.0.2,40000,10.0.0.1,5001,3,0.0-1.0,1179648,9437184
 
-Time, addresses and ports, stream, interval, bytes, bits per second. Receivers of datagrams append jitter and loss. The
-stream -1 is the sum of parallel ones. The total at the end is left out. Source:
+The columns are time, addresses and ports, stream, interval, bytes, and bits per second. Receivers of datagrams append
+jitter and loss. Stream -1 is the sum of parallel streams. The total at the end is skipped. Source:
 https://sourceforge.net/projects/iperf2/, src/Reports.c (reportstyle CSV).
 """
 
@@ -20,7 +20,7 @@ _ROW = re.compile(
     r"(?P<start>\d+\.\d+)-(?P<end>\d+\.\d+),\d+,(?P<rate>-?\d+)(?P<datagrams>(?:,[^,]*)*)"
 )
 _LOSS_CELL = 4
-"""Share of lost datagrams, in per cent."""
+"""Index, among the appended cells, of the percentage of lost datagrams."""
 
 
 def is_iperf2_csv(head: Head) -> bool:
@@ -29,7 +29,7 @@ def is_iperf2_csv(head: Head) -> bool:
 
 
 def parse_iperf2_csv(source: TraceFile) -> list[Trace]:
-    """Read a file; raise `TraceError` for other lines, or several streams without a sum."""
+    """Read a file; raise `TraceError` for invalid lines, or several streams without a sum."""
     rows = []
     for place, text in source.rows():
         found = _ROW.fullmatch(text)
@@ -44,7 +44,7 @@ def parse_iperf2_csv(source: TraceFile) -> list[Trace]:
         cells = found["datagrams"].split(",")
         if samples and start <= samples[0].start:
             if len(cells) > _LOSS_CELL and not rows[0][1]["datagrams"]:
-                # The receiver's report, printed at the end by a sender of datagrams.
+                # The receiver's report, which a sender of datagrams prints at the end.
                 carried = 1 - source.number(cells[_LOSS_CELL], "the share of lost datagrams", place) / 100
             elif end <= samples[0].end:
                 raise source.error("two tests, or both directions of one; keep the lines of one", place)

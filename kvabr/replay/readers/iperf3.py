@@ -1,11 +1,11 @@
 """Reports of iperf3 (``--json``, ``--json-stream``), interval by interval.
 
-Omitted intervals (``--omit``: the slow start) are skipped, and the interval across the end of the omitted part too:
-iperf3 counts its bytes from the reset but divides by the full length. The round trip is the minimum over the remaining
-intervals, since under load the others include the connection's own queue.
+Omitted intervals (``--omit``: the slow start) are skipped. The interval that contains the end of the omitted part is
+skipped, too: iperf3 counts its bytes from there but divides by the full length. The round trip time is the minimum over
+the remaining intervals, since under load most intervals include the connection's own queue.
 
-A bidirectional test (``--bidir``) is read as the download, from server to client. Datagrams count at the receiver: the
-receiver's intervals if included (``--get-server-output``), otherwise the sender's, reduced by the total loss. Source:
+For a bidirectional test (``--bidir``), the download (server to client) is read. For datagrams, the receiver's intervals
+are read if the file has them (``--get-server-output``), otherwise the sender's, reduced by the total loss. Source:
 https://software.es.net/iperf/, src/iperf_api.c (iperf_print_intermediate, iperf_print_results).
 """
 
@@ -34,7 +34,7 @@ def _is_stream(text: str) -> bool:
 
 
 def parse_iperf3(source: TraceFile) -> list[Trace]:
-    """Read a file; raise `TraceError` for other files, or if iperf3 failed."""
+    """Read a file; raise `TraceError` if it is not such a report, or reports an error of iperf3."""
     report = _joined(source) if _is_stream(source.text.lstrip()) else source.json()
     intervals = report.get("intervals") if isinstance(report, dict) else None
     if not isinstance(intervals, list):
@@ -85,7 +85,7 @@ def _sends(intervals: list[Any], key: str) -> bool:
     for interval in intervals:
         total = interval.get(key) if isinstance(interval, dict) else None
         if isinstance(total, dict):
-            # Versions before 3.7 lack the field; receivers of datagrams count lost ones.
+            # Versions before 3.7 do not have the field; receivers of datagrams report lost datagrams.
             return bool(total.get("sender", "lost_packets" not in total and key == "sum"))
     return False
 

@@ -2,9 +2,9 @@
 
     [  5]   1.00-2.00   sec  11.2 MBytes  94.4 Mbits/sec    0    300 KBytes
 
-Of parallel streams the sums (``[SUM]``) are read, of a test in both directions the download, of datagrams the lines of
-the receiver. A sender of datagrams is read less the share that the receiver's last line reports as lost. Prefixes of
-bytes are powers of 1,024 (src/units.c). Omitted intervals and the summary are left out. Source:
+For parallel streams the sums (``[SUM]``) are read, for a test in both directions the download, and for datagrams the
+receiver's lines. If only the sender's lines are present, they are reduced by the loss in the receiver's last line.
+Prefixes of bytes are powers of 1,024 (src/units.c). Omitted intervals and the summary are skipped. Source:
 https://software.es.net/iperf/, src/iperf_locale.c.
 """
 
@@ -48,7 +48,7 @@ def is_iperf_text(head: Head) -> bool:
 
 
 def parse_iperf_text(source: TraceFile) -> list[Trace]:
-    """Read a file; raise `TraceError` for other files, several streams without a sum, or sent datagrams only."""
+    """Read a file; raise `TraceError` for other files, several streams without a sum, or only sent datagrams."""
     lines = [_line(source, place, found) for place, text in source.rows() if (found := _LINE.search(text))]
     wanted = "RX" if "C" in {line.role[-1:] for line in lines} else "TX"
     if any(line.role for line in lines):
@@ -77,7 +77,7 @@ def _line(source: TraceFile, place: int, found: re.Match[str]) -> _Line:
 
 
 def _carried(source: TraceFile, *, text: str, body: list[_Line], lines: list[_Line]) -> float:
-    """Return the share of the counted bytes that arrived: 1, except for a sender of datagrams."""
+    """Return the fraction of the counted bytes that arrived: 1, except for a sender of datagrams."""
     if not _UDP.search(text) or any(_LOST.search(line.rest) for line in body[:1]):
         return 1.0
     for line in reversed(lines):

@@ -1,14 +1,14 @@
 """Formats with one sample per line: mahimahi, Pensieve, and ``value,unit``.
 
-mahimahi (``mm-link``): one integer per line, the millisecond at which one packet of 1,500 bytes may pass. The trace
-wraps at its last timestamp, so packets there pass together with those of millisecond 0. The packets of each millisecond
-become a rate. Source: https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
+mahimahi (``mm-link``): one integer per line, the millisecond at which a packet of 1,500 bytes may pass. The trace wraps
+at its last timestamp, so packets of that millisecond pass together with those of millisecond 0. The packets of each
+millisecond are converted to a rate. Source: https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
 
 Pensieve's cooked traces and many data sets: ``time_s<space or tab>Mbit/s``. A rate holds until the next line; the last
-one, and one before a jump (`split`), lasts for the median step. (Pensieve's own simulator treats a line as the rate *up
-to* its time and drops the first. Data sets do not specify this; reading forward uses every line and differs by a shift
-of one.) The trace is shifted to start at 0. Source: https://github.com/hongzimao/pensieve, sim/load_trace.py and
-sim/env.py.
+rate, and a rate before a jump in time (`split`), holds for the median step. (Pensieve's own simulator treats a line as
+the rate *up to* its time and drops the first line. Data sets do not specify this. Reading forward uses every line;
+results differ by a shift of one line.) The trace is shifted to start at 0. Source:
+https://github.com/hongzimao/pensieve, sim/load_trace.py and sim/env.py.
 
 ``value,unit`` without a header, one line per second; the unit may change between lines, as in the bandwidth columns of
 iperf's text reports (``6.21,Mbits/sec``) in NYU-METS. A KByte is 1,024 bytes. Source: Mei et al., PAM 2019;
@@ -30,7 +30,7 @@ PACKET_BYTES = 1500
 _MAX_DIGITS = 12
 STEP_S = 1.0
 MIN_GAP_S = 60.0
-"""Maximum gap in Pensieve's format; loggers pause without coverage."""
+"""Minimum gap in Pensieve's format, seconds, for splitting a trace; loggers pause without coverage."""
 
 _VALUE = re.compile(r"[-+.\w]{1,40}\s*,\s*([KMGT]?(?:bit|byte)s/sec)", re.IGNORECASE)
 

@@ -22,7 +22,7 @@ _TIME_SPELLINGS = {
     "minutes": ("mins", "minute", "minutes"),
     "hours": ("h", "hrs", "hour", "hours"),
 }
-"""Case-insensitive. ``min`` is ambiguous (minimum) and becomes a question."""
+"""Spellings of time units, case-insensitive. ``min`` may also mean minimum, so it is resolved by a question."""
 
 BYTES_PER_SECOND = {
     "bit/s": 1 / 8,
@@ -41,7 +41,7 @@ BYTES_PER_SECOND = {
     "MiB/s": 1024.0**2,
     "GiB/s": 1024.0**3,
 }
-"""Prefixes without ``i`` are powers of 1,000."""
+"""Bytes per second of each rate unit. Prefixes without ``i`` are powers of 1,000."""
 
 _PREFIXES = {
     "": ("",),
@@ -55,11 +55,13 @@ _PREFIXES = {
 }
 _BITS, _BYTES = ("bit", "bits"), ("byte", "bytes", "octet", "octets")
 _PER_SECOND = ("ps", "/s", "/sec", "/secs", "/second")
-"""Ends of a unit. In a name, ``per``, ``p`` or a separator can replace the slash: ``mbit_s``, ``bits_per_sec``."""
+"""How a unit per second ends. In a name, ``per``, ``p`` or a separator can replace the slash: ``mbit_s``,
+``bits_per_sec``.
+"""
 
 
 class ColumnKind(NamedTuple):
-    """A kind of column and its names."""
+    """A kind of column, and the words for it."""
 
     meaning: str
     names: tuple[str, ...]
@@ -118,7 +120,7 @@ COUNTS = frozenset((*_BITS, *_BYTES, "kb", "mb", "gb", "kib", "mib", "gib", "b")
 
 _TIME_UNIT_OF = {spelling: unit for unit, spellings in _TIME_SPELLINGS.items() for spelling in spellings}
 _LONE_TIMES = frozenset(word for word in _TIME_UNIT_OF if len(word) > 2)
-"""Units that can be the whole name of a time column (``seconds``). Two letters (``ms``) could be a delay."""
+"""Units that may be the whole name of a time column (``seconds``). Units of two letters (``ms``) could be a delay."""
 _RATE_WORDS = frozenset(word for kind in (RATE, DOWN, UP) for name in kind.names for word in name.split())
 _PARTS = re.compile(r"[^\W_]+|/")
 _BRACKET = re.compile(r"[(\[{<]([^)\]}>]*)[)\]}>]\W*$")
@@ -145,7 +147,7 @@ def _short_units() -> Iterator[tuple[str, str]]:
             for case in cases:
                 yield f"{case}b{per}", bit
                 yield f"{case}B{per}", byte
-            # In a single case, only `mbps` is bits by custom; b may be bits or bytes.
+            # Without mixed case, only `mbps` means bits by convention; in other spellings, b may be bits or bytes.
             customary = per == "ps" and not prefix.endswith("i")
             yield f"{prefix.lower()}b{per}", bit if customary else ""
             yield f"{prefix.upper()}B{per.upper()}", ""
@@ -156,14 +158,14 @@ RATE_SPELLINGS: dict[str, str] = {**dict(_long_units()), **dict(_short_units())}
 
 
 def time_unit(text: str) -> str | None:
-    """Return the time unit, a key of `TIME_UNITS`, spelled by ``text``; None for other text."""
+    """Return the time unit that ``text`` spells, a key of `TIME_UNITS`; None for other text."""
     return _TIME_UNIT_OF.get(text.strip().lower())
 
 
 def rate_unit(text: str) -> str | None:
-    """Return the rate unit, a key of `BYTES_PER_SECOND`, spelled by ``text``.
+    """Return the rate unit that ``text`` spells, a key of `BYTES_PER_SECOND`.
 
-    None for other text, ``""`` if it could be bits or bytes (``MBPS``, ``mb/s``).
+    Return None for other text, and ``""`` if it could mean bits or bytes (``MBPS``, ``mb/s``).
     """
     if text in BYTES_PER_SECOND:
         return text
@@ -187,14 +189,14 @@ class ColumnName:
     words: str
     """Lower case, without the unit, separated by spaces."""
     rate: str | None
-    """Unit; empty if it could be bits or bytes."""
+    """Rate unit, or None; empty if it could mean bits or bytes."""
     time: str | None
     strange: str
-    """Any other unit in brackets; ``min`` after the name of a time."""
+    """Any other unit in brackets; also ``min`` after a name of a time."""
 
     @classmethod
     def of(cls, name: str) -> ColumnName:
-        """Split a name: ``Throughput (Mbit/s)``, ``time_ms``, ``downloadMbps``."""
+        """Split a name such as ``Throughput (Mbit/s)``, ``time_ms`` or ``downloadMbps``."""
         bracket = _BRACKET.search(name)
         if bracket is not None:
             inside = bracket[1].strip()
@@ -229,13 +231,13 @@ class ColumnName:
 
     @property
     def counted(self) -> str | None:
-        """Rate unit of a counter's growth, see `rate_unit`."""
+        """Rate unit for the growth of a counter, see `rate_unit`."""
         found = (rate_unit(f"{word}/s") for word in reversed(self.words.split()))
         joined = next((word for word in ("bytes", "octets") if self.words.endswith(word)), "")
         return next((unit for unit in found if unit is not None), rate_unit(f"{joined}/s"))
 
     def has(self, kind: ColumnKind) -> bool:
-        """Return whether a word marks this kind."""
+        """Return True if a word of the name marks this kind."""
         return not set(kind.names).isdisjoint(self.words.split())
 
 
@@ -248,7 +250,7 @@ def _plain(words: Sequence[str]) -> str:
 
 
 def find_time(header: Sequence[str]) -> int | None:
-    """Return the column with the start of a row; None if no column is a time."""
+    """Return the index of the column with the start of a row; None if no column is a time."""
     names = [ColumnName.of(name) for name in header]
     for known in (*START.names, *TIME.names):
         for index, name in enumerate(names):
@@ -258,16 +260,16 @@ def find_time(header: Sequence[str]) -> int | None:
 
 
 def find_end(header: Sequence[str]) -> int | None:
-    """Return the column with the end of a row, if any."""
+    """Return the index of the column with the end of a row, or None."""
     names = [ColumnName.of(name) for name in header]
     return next((index for index, name in enumerate(names) if name.rate is None and name.words in END.names), None)
 
 
 def find_rates(header: Sequence[str]) -> list[int]:
-    """Return the possible rate columns: one if the header is clear.
+    """Return the indices of possible rate columns: one if the header is unambiguous.
 
-    Columns with a rate unit or a rate name count. Columns without a unit are skipped if one with a unit has the same
-    direction, and uplink columns if there are others.
+    A column qualifies by a rate unit or a rate name. Columns without a unit are skipped if a column with a unit has the
+    same direction. Uplink columns are skipped if there are other columns.
     """
     names = [ColumnName.of(name) for name in header]
     rates = [index for index, name in enumerate(names) if _is_rate(name) and not name.has(OTHER)]
@@ -281,7 +283,7 @@ def find_rates(header: Sequence[str]) -> list[int]:
 
 
 def find_related(header: Sequence[str]) -> list[int]:
-    """Return columns that are related to a rate but are not one: counters, uplinks, vehicle speeds."""
+    """Return columns that are related to a rate but are not a rate: counters, uplinks, vehicle speeds."""
     names = [ColumnName.of(name) for name in header]
     return [
         index
@@ -306,7 +308,7 @@ def _direction(name: ColumnName) -> str:
 
 
 def table() -> str:
-    """Return the accepted names and units as Markdown."""
+    """Return the accepted names and units as Markdown tables."""
     kinds = (START, TIME, END, RATE, DOWN, UP, AVERAGE, COUNTER, OTHER)
     rows = [f"| {kind.meaning} | {', '.join(f'`{name}`' for name in kind.names)} |" for kind in kinds]
     times = [f"| {unit} | {', '.join(f'`{word}`' for word in words)} |" for unit, words in _TIME_SPELLINGS.items()]

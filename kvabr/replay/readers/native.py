@@ -1,4 +1,4 @@
-"""kvabr's own format: CSV for spreadsheets, lossless, and detectably truncated.
+"""kvabr's own format: CSV that spreadsheets can read, lossless; truncation can be detected.
 
     # kvabr.trace/1
     # name: lte/walk
@@ -10,9 +10,9 @@
     0.5,9100000
     300,end
 
-Each rate holds until the next row. The last row says ``end`` and when; a truncated file lacks it. Numbers are the
-shortest that read back as the same float, and eight times a float is exact, so `parse` inverts
-`kvabr_lab.cli.traces.dumps`. ``rtt_s`` and ``note`` are optional.
+Each rate holds until the next row. The last row has the trace's end and the word ``end``; a truncated file does not
+have this row. Numbers are the shortest that read back as the same float, and multiplying a float by eight is exact, so
+`parse` inverts `kvabr_lab.cli.traces.dumps`. ``rtt_s`` and ``note`` are optional.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f\\]{1,1000}")
 
 
 def is_native(head: Head) -> bool:
-    """Return True if a file looks like this format, of any version."""
+    """Return True if a file looks like any version of this format."""
     return bool(head.lines) and head.lines[0].startswith(MAGIC.rpartition("/")[0] + "/")
 
 
@@ -77,6 +77,6 @@ def _fields(source: TraceFile) -> dict[str, str]:
 
 
 def is_plain(name: str) -> bool:
-    """Return True if a trace or family may have this name, a file name on import."""
+    """Return True if a trace or family may have this name, which becomes a file name on import."""
     parts = name.split("/")
     return _NAME.fullmatch(name) is not None and name == name.strip() and not {"", ".", ".."} & set(parts)

@@ -15,11 +15,11 @@ _COMMA = re.compile(
 _POINT = re.compile(
     r"[-+]?(?:\d*\.(?:\d{0,2}|\d{4,})|0\d*\.\d{3}|\d{4,}\.\d{3}|\d{1,3}(?:,\d{3})+\.\d*|\d{1,3}(?:,\d{3}){2,})"
 )
-"""Numbers valid only with the decimal mark that names the pattern."""
+"""Numbers that are valid only with one decimal mark, by that mark."""
 
 
 def number(text: str) -> float | None:
-    """Return the number spelled by ``text`` with a decimal point; None for other text, also ``1_000``."""
+    """Return the number that ``text`` spells with a decimal point; None for other text, including ``1_000``."""
     try:
         return float(text) if "_" not in text else None
     except ValueError:
@@ -27,11 +27,11 @@ def number(text: str) -> float | None:
 
 
 def decimal_mark(columns: Sequence[Sequence[str]], delimiter: str) -> tuple[Mark | None, bool]:
-    """Return the decimal mark in ``columns``, None if ambiguous, and whether it is proven.
+    """Return the decimal mark in ``columns`` (None if ambiguous), and True if it is proven.
 
-    Three digits after a mark may be thousands. Other numbers prove a mark: ``12,5``, ``0,125``, ``1.234,5``. Without
-    proof, a mark in every number of a column is decimal: a thousands mark would be missing in some. A comma requires
-    another delimiter.
+    A mark before three digits may separate thousands. Other numbers prove a decimal mark: ``12,5``, ``0,125``,
+    ``1.234,5``. Without proof, a mark that occurs in every number of a column is decimal, since some numbers would not
+    have a thousands separator. A decimal comma requires another delimiter.
     """
     if not any("," in cell for column in columns for cell in column) and any(
         _POINT.fullmatch(cell) for column in columns for cell in column
@@ -61,7 +61,7 @@ def decimal_mark(columns: Sequence[Sequence[str]], delimiter: str) -> tuple[Mark
 
 
 def with_point(cells: Sequence[str], mark: Mark) -> list[str]:
-    """Return numbers with a decimal point and without thousands marks."""
+    """Return numbers with a decimal point and without thousands separators."""
     if mark == "comma":
         return [cell.replace(".", "").replace(",", ".") for cell in cells]
     return [cell.replace(",", "") for cell in cells]

@@ -1,4 +1,4 @@
-"""Questions about missing and doubtful units."""
+"""Questions about missing or doubtful units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvabr.replay.readers.times import COARSE_S, FINE_S, unit_of_dates
 from kvabr.replay.trace import Trace
 
 FASTEST, SLOWEST = 1e12 / 8, 1e3 / 8
-"""Limits of a file's mean rate, bytes per second."""
+"""Maximum and minimum mean rate of a file, bytes per second."""
 MAX_STEP_S = 600.0
 MAX_S = 366 * 86400.0
 _SINCE_BOOT_S = 1e9
@@ -21,10 +21,11 @@ _SINCE_BOOT_S = 1e9
 def seconds(
     source: TraceFile, times: list[float], unit: str | None, ends: Sequence[float] | None = None
 ) -> list[float]:
-    """Return numeric times in seconds; raise `TraceQuestionError` if the unit is ambiguous, or none fits.
+    """Convert numeric times to seconds; raise `TraceQuestionError` if the unit is ambiguous, or if none fits.
 
-    ``unit`` is a key of `TIME_UNITS`. Without it, dates since 1970 reveal their unit, and other numbers are seconds if
-    they step like a log in seconds. ``ends`` are other ends of the samples (None: the next time).
+    ``unit`` is a key of `TIME_UNITS`. Without it, the unit of times since 1970 follows from their size, and other
+    numbers are seconds if their steps are like those of a log in seconds. ``ends`` are the ends of the samples (None:
+    the next time).
     """
     if source.said.time_unit is not None:
         return _scaled(times, unit)
@@ -45,10 +46,10 @@ def _scaled(times: list[float], unit: str | None) -> list[float]:
 
 
 def check(source: TraceFile, traces: Sequence[Trace], *, rate_option: str, time_option: str, value: str = "") -> None:
-    """Raise `TraceQuestionError` for rates and steps of no real link unless the user confirmed the unit.
+    """Raise `TraceQuestionError` for implausible rates and steps unless the user confirmed the unit.
 
-    Traces of one file are checked together because a piece may have a low rate. ``rate_option`` and ``time_option``
-    confirm (empty: confirmed) with ``value`` (empty: a unit).
+    Traces of one file are checked together because a piece may have a low rate. ``rate_option`` and ``time_option`` are
+    the options that confirm a unit (empty: it is confirmed), ``value`` the value for them (empty: a unit).
     """
     total = sum(trace.duration_s for trace in traces)
     mean = sum(trace.mean_rate * trace.duration_s for trace in traces) / total

@@ -1,8 +1,8 @@
 """sabre, and the Ghent 4G logs in its repository: JSON.
 
-A list of entries with ``duration_ms``, ``bandwidth_kbps`` and, in most files, ``latency_ms``, which sabre adds once to
-every request: a round trip. The trace keeps its mean over time. Source: https://github.com/UMass-LIDS/sabre, README and
-src/sabre.py.
+A list of entries with ``duration_ms``, ``bandwidth_kbps`` and, in most files, ``latency_ms``. sabre adds the latency
+once to every request, so it is a round trip time. The trace has its mean over time. Source:
+https://github.com/UMass-LIDS/sabre, README and src/sabre.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared by all readers: a bounded text, its numbers, and conversion of samples to a `Trace`.
+"""Common parts of all readers: text of bounded size, its numbers, and conversion of samples to a `Trace`.
 
 Only `Trace` validates samples, and `build` adds file and line to its errors. An ambiguous file raises
 `TraceFile.question`.
@@ -24,22 +24,22 @@ MAX_LINES = 8_000_000
 
 MAX_ROWS = 1_000_000
 GAP_STEPS = 10
-"""A step longer than this many median steps is a gap."""
+"""A step longer than this multiple of the median step is a gap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The user's description of a file; fields of None are detected."""
+    """The user's description of a file; fields that are None are detected."""
 
     time: str | None = None
     end: str | None = None
     rate: str | None = None
     counter: str | None = None
-    """Running total to convert to a rate."""
+    """Name of a column with a running total, to convert to a rate."""
     unit: str | None = None
     """Unit of the rate or counter, in any spelling known to `kvabr.replay.readers.names`."""
     time_unit: str | None = None
-    """Unit of numeric times, in any such spelling."""
+    """Unit of numeric times, in any spelling known to `kvabr.replay.readers.names`."""
     decimal: Mark | None = None
     step_s: float | None = None
     """Seconds per row, in a file without times."""
@@ -52,24 +52,24 @@ class Columns:
 
 
 class Rows(NamedTuple):
-    """Rows with time and rate, by column for efficiency."""
+    """Times and rates of rows, by column for efficiency."""
 
     places: Sequence[int]
-    """Lines, from 1."""
+    """Line numbers, from 1."""
     starts: Sequence[float]
     ends: Sequence[float] | None
     rates: Sequence[float | None]
-    """Bytes per second, or None."""
+    """Rates in bytes per second, or None."""
 
 
 class Sample(NamedTuple):
     """One segment of a trace as given in a file."""
 
     place: int
-    """Line, or index of the entry in JSON, from 1."""
+    """Line number, or index of the entry in JSON, from 1."""
     start: float
     end: float
-    """Seconds; each sample but the last lasts until the next."""
+    """End in seconds; each sample but the last ends where the next one starts."""
     rate: float
 
 
@@ -79,7 +79,7 @@ class Head:
 
     text: str
     lines: list[str]
-    """Stripped, without empty ones."""
+    """First lines, stripped, without empty lines."""
     rows: list[str]
     """First lines without comments (``#``)."""
 
@@ -109,7 +109,7 @@ class TraceFile:
         lines = self.text.splitlines()
         if len(lines) > MAX_LINES:
             raise self.error(f"{len(lines)} lines, more than the {MAX_LINES} allowed; cut the file in pieces")
-        # A leading tab is an empty cell.
+        # A leading tab means an empty first cell.
         stripped = [line.strip(" \r\v\f") for line in lines]
         kept = [not line.startswith("#") and not line.isspace() and line != "" for line in stripped]
         return list(compress(zip(count(1), stripped, strict=False), kept))
@@ -129,7 +129,7 @@ class TraceFile:
             raise self.error(f"not valid JSON ({error}); is the file complete?") from error
 
     def number(self, value: Any, what: str, place: int, unit: str = "line") -> float:
-        """Return text or a JSON number as a float, perhaps not finite; raise `TraceError` for other values."""
+        """Convert text or a JSON number to a float, which may not be finite; raise `TraceError` for other values."""
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             try:
                 found = number(value) if isinstance(value, str) else float(value)
@@ -141,21 +141,21 @@ class TraceFile:
         raise self.error(f"{what} is {shown!r}, not a number; correct or remove it", place, unit)
 
     def numbers(self, values: Sequence[str], what: str, places: Sequence[int]) -> list[float]:
-        """Return texts as floats, as `number` does."""
+        """Convert texts to floats, like `number`."""
         found = [number(value) for value in values]
         if None in found:
             index = found.index(None)
             self.number(values[index], what, places[index])
-        return found  # type: ignore[return-value]  # none is None
+        return found  # type: ignore[return-value]  # no value is None
 
 
 def build(
     source: TraceFile, samples: Sequence[Sample], *, session: str = "", rtt_s: float | None = None, unit: str = "line"
 ) -> Trace:
-    """Make a trace of samples in file order, shifted to start at 0; raise `TraceError` with file and line.
+    """Build a trace from samples in file order, shifted to start at 0; raise `TraceError` with file and line.
 
-    ``session`` is a suffix that distinguishes the traces of a file; ``unit`` is that of `Sample.place`: line, or JSON
-    entry.
+    ``session`` is a suffix that distinguishes the traces of a file; ``unit`` says what `Sample.place` counts: ``line``
+    or JSON ``entry``.
     """
     if not samples:
         raise source.error("it has no samples; a trace needs at least one")
@@ -175,7 +175,7 @@ def _trace(
     unit: str = "line",
 ) -> Trace:
     origin = starts[0]
-    # Float seconds since 1970 resolve a quarter of a microsecond.
+    # Floats of seconds since 1970 have a resolution of a quarter of a microsecond.
     shifted = starts if origin == 0 else [_microseconds(start - origin) for start in starts]
     try:
         return Trace(
@@ -193,9 +193,9 @@ def _trace(
 
 
 def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[Sample]:
-    """Return samples from rows (line, time s, bytes per second): each rate holds until the next row.
+    """Convert rows (line, time s, bytes per second) to samples; each rate holds until the next row.
 
-    The last rate lasts for the median step, a single row for ``lone_s``, so that no row is lost.
+    The last rate holds for the median step, and a single row for ``lone_s``, so that every row is used.
     """
     step = median_step([time for _, time, _ in rows], lone_s)
     ends = [time for _, time, _ in rows[1:]] + [rows[-1][1] + step] if rows else []
@@ -203,11 +203,11 @@ def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[
 
 
 def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Trace]:
-    """Make one trace of rows, or, if there are gaps, several that are named ``-0001`` and so on.
+    """Build one trace from rows, or, if there are gaps, several with names that end in ``-0001`` and so on.
 
-    A row lasts until its end or the next row. A gap longer than `GAP_STEPS` median steps and ``least_gap_s`` splits the
-    file; during a shorter gap the last rate holds. A row without a rate splits it too: a missing sample is not zero.
-    Pieces with only zero rates are dropped if others remain.
+    A row lasts until its end or the next row. A gap longer than both `GAP_STEPS` median steps and ``least_gap_s``
+    splits the file; during a shorter gap the last rate holds. A row without a rate also splits the file, since a
+    missing sample does not mean zero. Pieces with only zero rates are dropped if other pieces remain.
 
     Raises:
         TraceError: no row has a rate, a row ends before it starts, or the samples of a piece are not valid.
@@ -240,7 +240,7 @@ def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piec
     if ends is None:
         step = median_step(starts)
         held = max(GAP_STEPS * step, least_gap_s)
-        # The last rate before a jump lasts for the median step.
+        # The last rate before a jump holds for the median step.
         lasts = [after if 0 < after - start <= held else start + step for start, after in pairwise(starts)]
         lasts.append(starts[-1] + step)
     else:
@@ -250,7 +250,7 @@ def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piec
         steps = [after - start for start, after in pairwise(starts) if after > start]
         step = statistics.median_low(steps or [end - start for start, end in zip(starts, ends, strict=True)])
         held = max(GAP_STEPS * step, least_gap_s)
-        # A short gap belongs to the row before it; an overlapping row ends at the next.
+        # A short gap belongs to the row before it. If rows overlap, a row ends at the next one.
         lasts = [
             after if start < after <= end + held else end
             for start, end, after in zip(starts, ends, starts[1:], strict=False)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from kvabr.replay.readers.names import TIME_UNITS
 
 FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00, 23:59:30, 11:59:30 PM"
-"""Examples for messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
+"""Examples for error messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
 DAY_S = 86400.0
 
 _YEAR_FIRST = re.compile(
@@ -40,31 +40,31 @@ _NAMES = {
     11: ("AEDT",),
 }
 _ZONES = {name: hours for hours, names in _NAMES.items() for name in names}
-"""Relative to UTC. Only differences within a file matter, so an ambiguous ``CST`` is harmless."""
+"""Hours ahead of UTC, by name. Only differences within a file matter, so an ambiguous ``CST`` is harmless."""
 
 _DATES = (1e9, 4.2e9)
-"""Numbers treated as seconds since 1970: the years 2001 to 2103."""
+"""Range of numbers that are treated as seconds since 1970: the years 2001 to 2103."""
 COARSE_S = 10.0
-"""Minimum step without a named unit that could be milliseconds."""
+"""Minimum step, without a named unit, that could be in milliseconds."""
 FINE_S = 1e-3
-"""Steps below this without a named unit may be hours or days."""
+"""Steps below this, without a named unit, may be in hours or days."""
 
 
 def calendar(text: str) -> float | None:
-    """Return a date and time as seconds since 1970 (UTC without a zone); None for other text."""
+    """Convert a date and time to seconds since 1970 (UTC if it has no zone); None for other text."""
     return _halved(text.strip(), _calendar)
 
 
 def clock(text: str) -> float | None:
-    """Return a time of day in seconds since midnight, or an elapsed time; None for other text.
+    """Convert a time of day or an elapsed time to seconds (since midnight); None for other text.
 
-    Hours and minutes alone are rejected: they may be minutes and seconds.
+    Hours and minutes alone are rejected, since they could be minutes and seconds.
     """
     return _halved(text.strip(), _clock)
 
 
 def days(clocks: Sequence[float]) -> list[float]:
-    """Return times of day as rising seconds: a time half a day before its predecessor is on the next day."""
+    """Make times of day ascend: a time half a day before the previous time is on the next day."""
     found: list[float] = []
     day = 0.0
     for time in clocks:
@@ -124,7 +124,7 @@ def _zone(text: str) -> timedelta | None:
 
 
 def unit_of_dates(times: Sequence[float]) -> str | None:
-    """Return the unit that makes numbers dates from 2001 to 2103; None if there is none."""
+    """Return the unit in which numbers are dates from 2001 to 2103; None if there is none."""
     if not times:
         return None
     low, high = sorted((times[0], times[-1]))

@@ -1,4 +1,4 @@
-"""Reports of a replay: terminal table, sentence, page, SVG picture, Perfetto trace, and JSON lines log."""
+"""Reports of a replay: terminal table, summary sentence, HTML page, SVG picture, Perfetto trace, and JSON lines log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's data: numbers rounded, lines thinned, names replaced by indices.
+"""The data of the report page: numbers are rounded, lines thinned, and names replaced by indices.
 
 Rows are short lists, since a page holds thousands; `FIELDS` names their columns.
 """
@@ -51,17 +51,17 @@ FIELDS = {
     "computed": ("start", "end", "first", "last", "tokens"),
     "published": ("t", "edge"),
 }
-"""Columns of a play's lists. Track indices: -1 is ``recomputed``, None is no track."""
+"""Columns of a play's lists. A track index of -1 means ``recomputed``, and None means no track."""
 
 MAX_DECISIONS = 4000
-"""Decisions per play; waits are dropped first, then the end."""
+"""Maximum number of decisions per play; waits are dropped first, then the last decisions."""
 _HISTOGRAM = 30
-"""Bins of TTFT from 0 to 1.5 deadlines; the last one includes later times."""
+"""Number of bins of TTFT from 0 to 1.5 deadlines; the last bin includes later times."""
 _NO_ACTION = {"wait", "finish"}
 
 
 def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict[str, Any]:
-    """Return the page's data as plain JSON without NaN; ``tracks`` has all names, cheapest first."""
+    """Return the page's data as JSON values without NaN; ``tracks`` has all track names, cheapest first."""
     places = {name: index for index, name in enumerate(tracks)}
     places[RECOMPUTED] = -1
     runs = result.get("runs", [])
@@ -120,7 +120,7 @@ def _policy(result: Result, name: str, places: dict[str, int]) -> dict[str, Any]
         if run.get("policy") == name and feasible(run):
             ttft, deadline = number(run.get("ttft_s")), number(run.get("deadline_s"))
             part = 1.5 if ttft is None or not deadline else ttft / deadline
-            # Delivery at the deadline meets it, so it counts in the bin before.
+            # Delivery exactly at the deadline meets it, so it counts in the bin below.
             histogram[min(_HISTOGRAM - 1, max(0, int(part * _HISTOGRAM / 1.5 - 1e-9)))] += 1
     numbers = {key: significant(number(value)) for key, value in line.items() if not isinstance(value, dict | list)}
     interval = line.get("hit_ratio_ci95") or (None, None)
@@ -196,7 +196,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
 def _stop(
     end: DecisionMade | None, decisions: list[list[Any]], run: Run, losses: Mapping[str, float | None]
 ) -> dict[str, Any] | None:
-    """Return when and why a policy stopped although better tracks were left; None if it did not.
+    """Return when and why a policy stopped although better tracks were available; None if it did not.
 
     ``end`` is the last decision; ``decision`` in the result is an index of ``decisions``.
     """

@@ -1,6 +1,6 @@
 """Timelines for other tools: the log as JSON lines, and a trace for ui.perfetto.dev.
 
-A trace has one process per play, in the JSON form of Chrome's trace events, with tracks for the play (deadline and
+A trace uses the JSON form of Chrome's trace events. Each play is a process, with tracks for the play (deadline and
 delivery), decisions, prefill, network, decoder and engine, and counters (link capacity, estimate, lower bound, bytes
 received, slack). Times are microseconds since the play began. Format: Trace Event Format, phases M (metadata), X
 (complete), i (instant) and C (counter).
@@ -38,11 +38,11 @@ from kvabr.types.events import (
 
 
 def write_log(path: Path, result: Result, timelines: list[Timeline]) -> None:
-    """Write one event per line, with ``run`` (index into the result's runs), ``trace`` and ``policy`` added.
+    """Write one event per line, and add ``run`` (index into the result's runs), ``trace`` and ``policy``.
 
-    The same input gives the same bytes. Numbers that JSON lacks (NaN, infinity) become null. ``result`` is that of
-    `kvabr replay --json`; ``timelines`` are ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per second],
-    ...]}``. Raise `AssetError` if the file cannot be written.
+    The same input gives the same bytes. Numbers that JSON does not have (NaN, infinity) become null. ``result`` is that
+    of `kvabr replay --json`; ``timelines`` are ``{"run": index, "log": [event, ...], "link": [[seconds, bytes per
+    second], ...]}``. Raise `AssetError` if the file cannot be written.
     """
     write_text(path, "".join(_lines(result, timelines)))
 
@@ -68,7 +68,7 @@ def finite(value: Any) -> Any:
 
 
 _PLAY, _DECISIONS, _PREFILL, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 4, 1000, 2000
-"""Thread numbers; decoder and network have one per lane."""
+"""Thread numbers; decoder and network have one number per lane, starting here."""
 _MBIT = 8e-6
 _SHOWN_AS_SPANS = (PlayStarted, FirstByteReceived, TransferEvent, RecomputeEvent, SampleLimited)
 
@@ -76,7 +76,7 @@ Slice = dict[str, Any]
 
 
 def write_perfetto(path: Path, result: Result, timelines: list[Timeline]) -> None:
-    """Write the timelines as one trace; arguments and errors as for `write_log`."""
+    """Write the timelines as one trace for ui.perfetto.dev; arguments and errors as for `write_log`."""
     write_text(path, "".join(_text(result, timelines)))
 
 

@@ -1,4 +1,4 @@
-"""The page of a replay: one HTML file with data, styles and script.
+"""The report page of a replay: one HTML file with data, styles and script.
 
 It combines ``page.html``, ``page.css`` and `SCRIPTS` with a JSON digest of the result and its timelines. Its content
 security policy forbids loading resources.
@@ -36,18 +36,18 @@ SCRIPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The surroundings of the plays, for pages that show more than a replay."""
+    """Parts of the page around the plays, for pages that show more than a replay."""
 
     mark: str = "kvabr replay"
     title: str | None = None
-    """Title of the window; None for the asset's name."""
+    """Title of the window; None: the asset's name."""
     verdict: str | None = None
-    """Sentence at the top; None for the replay's own."""
+    """Sentence at the top; None: that of the replay."""
     sections: str = ""
     """HTML between the overview and the plays; not escaped."""
     style: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts in the header, overriding those of the result's runs."""
+    """Facts in the header; they override those of the result's runs."""
 
 
 def write_page(path: Path, result: Result, timelines: list[Timeline]) -> None:
@@ -71,7 +71,7 @@ def render(result: Result, timelines: list[Timeline], frame: Frame | None = None
         "data": _embed(data),
         "script": "\n".join(map(_own, SCRIPTS)),
     }
-    # One pass, so that data is never mistaken for a placeholder.
+    # Fill all placeholders in one pass, so that data is never mistaken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], _own("page.html"))
 
 
@@ -80,7 +80,7 @@ def _own(name: str) -> str:
 
 
 def _embed(data: dict[str, Any]) -> str:
-    """Return JSON that is safe in a script element: ``<`` could close it or open a comment."""
+    """Return JSON that is safe inside a script element, where ``<`` could close the element or open a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -1,4 +1,4 @@
-"""One play as an SVG picture: the link above, and below it every group, coloured by its track over time.
+"""One play as an SVG picture: the link at the top, and below it every group over time, coloured by its track.
 
 It needs no scripts, fonts or other files and follows the reader's light or dark theme.
 """
@@ -46,7 +46,7 @@ _DARK_STYLE = (
 
 
 def write_picture(path: Path, result: Result, timelines: list[Timeline]) -> None:
-    """Draw the first play with a timeline, of at least one.
+    """Draw the first play that has a timeline; there must be at least one.
 
     Raise `AssetError` if the file cannot be written.
     """
@@ -55,7 +55,7 @@ def write_picture(path: Path, result: Result, timelines: list[Timeline]) -> None
 
 
 def picture(run: Run, timeline: Timeline, tracks: list[str]) -> str:
-    """Return one play as SVG; ``tracks`` are all, cheapest first, which decides their colours."""
+    """Return one play as SVG; ``tracks`` has all tracks, cheapest first, and determines their colours."""
     log: list[PlayEvent] = timeline["log"]
     start = start_of(log)
     if start is None:

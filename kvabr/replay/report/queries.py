@@ -1,8 +1,8 @@
 """Queries on a replay's result shared by all reports, and track colours.
 
 A result is the JSON of ``kvabr replay --json``; a timeline is the log and the link of one of its runs. The colours form
-a ramp from cheap (warm, light) to exact (deep). Lightness falls strictly, so the order survives colour blindness and
-grey prints; neighbours stay distinct under simulated deuteranopia, protanopia and tritanopia.
+a ramp from cheap (warm, light) to exact (deep). Lightness decreases strictly, so the order remains visible with colour
+blindness and in grey prints; neighbours stay distinct under simulated deuteranopia, protanopia and tritanopia.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvabr.types.naming import LEVELS
 RECOMPUTED = "recomputed"
 NOTHING = "none"
 FIXED = "fixed:"
-"""Prefix of policies that play one track and never adapt."""
+"""Prefix of policies that play a single track."""
 ORACLE = "oracle"
 """Suffix of policies that know the future of the link."""
 
@@ -29,19 +29,19 @@ Timeline = dict[str, Any]
 
 
 def number(value: Any) -> float | None:
-    """Return ``value`` as a finite float, or None (NaN, infinity, text, None)."""
+    """Return ``value`` as a finite float; None for NaN, infinity, text and None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def feasible(run: Run) -> bool:
-    """Return True unless no schedule could have met this run's deadline."""
+    """Return True if some schedule could have met this run's deadline."""
     return run.get("feasible") is not False
 
 
 def ranked(result: Result) -> list[str]:
-    """Return policies by ascending mean regret; those without regret follow, ties keep the result's order."""
+    """Return policies by ascending mean regret, then those without regret; equal ones keep the result's order."""
     summary = result.get("summary", {})
 
     def regret(policy: str) -> float:
@@ -52,7 +52,7 @@ def ranked(result: Result) -> list[str]:
 
 
 def track_order(result: Result, timelines: Iterable[Timeline] = ()) -> list[str]:
-    """Return all tracks, cheapest first, without ``recomputed``, from asset, timelines, or bytes of groups."""
+    """Return all tracks except ``recomputed``, cheapest first, from asset, timelines, or bytes of groups."""
     listed = [line for line in _asset(result).get("tracks") or () if isinstance(line, dict) and "track" in line]
     listed.sort(key=lambda line: number(line.get("bytes")) or 0.0)
     names = dict.fromkeys(str(line["track"]) for line in listed)
@@ -117,13 +117,13 @@ def families(result: Result) -> dict[str, list[Run]]:
 
 
 def mean_regret(runs: Iterable[Run]) -> float | None:
-    """Return the mean regret of the feasible ``runs``, if any."""
+    """Return the mean regret of the feasible ``runs``; None if there are none."""
     known = [value for run in runs if feasible(run) and (value := number(run.get("regret"))) is not None]
     return sum(known) / len(known) if known else None
 
 
 def play_key(run: Run) -> tuple[str, float, float]:
-    """Return trace, start and deadline in seconds, common to plays of different policies."""
+    """Return trace, start and deadline (in seconds), which plays of different policies have in common."""
     return (str(run.get("trace")), number(run.get("start_s")) or 0.0, number(run.get("deadline_s")) or 0.0)
 
 
@@ -133,7 +133,7 @@ def set_apart(result: Result) -> int:
 
 
 def nats(value: float | None, digits: int = 2) -> str:
-    """Format a loss in nats per token with ``digits`` significant digits, without an exponent if possible."""
+    """Format a loss in nats per token with ``digits`` significant digits, if possible without an exponent."""
     if value is None:
         return DASH
     if value == 0:
@@ -152,7 +152,7 @@ RECOMPUTED_DARK = "#3cc4ae"
 
 
 def ramp(count: int, anchors: Sequence[str] = LIGHT) -> list[str]:
-    """Return ``count`` colours ``#rrggbb`` evenly along ``anchors``, including the first and the last."""
+    """Return ``count`` colours ``#rrggbb``, evenly spaced along ``anchors``, including the first and the last."""
     if count <= 1:
         return list(anchors[:count])
     colours = []

@@ -1,4 +1,4 @@
-"""Terminal tables: policies over all plays, per trace family, and verified plays."""
+"""Terminal tables: policies over all plays, policies per trace family, and verified plays."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _TITLES = (
     *("\nmet", "\n95 %", "TTFT\np50", "s\np95", "loss\nmean", "\np95"),
     *("\nregret", "\ncomp.", "\nwaste"),
 )
-"""Column headers no wider than the numbers, for 80 columns; the first line groups two columns."""
+"""Column headers no wider than the numbers, to fit 80 columns; the first line groups pairs of columns."""
 
 
 class ShareBar:
-    """The tracks' shares of the groups as a bar; letters replace colours on monochrome terminals."""
+    """A bar that shows the tracks' shares of the groups; on monochrome terminals, with letters instead of colours."""
 
     def __init__(self, parts: Iterable[tuple[str, str, float]]) -> None:
         """Create a bar of (letter, colour ``#rrggbb``, relative share), left to right."""
@@ -105,7 +105,8 @@ def summary_table(result: Result) -> RenderableType:
 def family_table(result: Result) -> RenderableType | None:
     """Return the mean regret of every policy on every trace family; None if there are fewer than two families.
 
-    Families that do not fit the console's width continue below. The result's runs must have ``trace_family``.
+    Families that do not fit the console's width follow in a further block. The result's runs must have
+    ``trace_family``.
     """
     by_family = families(result)
     return _FamilyTable(ranked(result), by_family) if len(by_family) > 1 else None
@@ -244,7 +245,7 @@ def verification_table(result: Result) -> Table:
 
 
 def plain_table(title: str | None = None) -> FittingTable:
-    """Return an empty table without rules."""
+    """Return an empty table without lines."""
     return FittingTable(
         title=title,
         title_justify="left",

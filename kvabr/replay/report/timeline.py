@@ -1,4 +1,4 @@
-"""A log of events as spans (requests, recomputations) and time series (rates, estimates)."""
+"""Converts a log of events to spans (requests, recomputations) and time series (rates, estimates)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REQUEST_KINDS = {"fetch", "upgrade", "recompute"}
 
 @dataclass(slots=True)
 class Request:
-    """One request; times in seconds after the play began."""
+    """One request. Times are in seconds after the play began."""
 
     request: int
     group: int
@@ -46,18 +46,19 @@ class Request:
     bytes: int
     sent_s: float
     end_s: float
-    """Time of its last byte, cancellation or failure; the log's end if it is still open."""
+    """Time of the last byte, of the cancellation, or of the failure; the end of the log if the request is still open.
+    """
     first_byte_s: float | None = None
     outcome: Outcome = "open"
     received: int = 0
     reason: str = ""
     decoded_s: float | None = None
-    """When its group was in place on this track."""
+    """Time when the group was in place on this track."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Groups ``first`` to ``last`` - 1 recomputed by the engine, or single tokens of passages."""
+    """Groups ``first`` to ``last`` - 1 that the engine recomputed, or single tokens of passages."""
 
     start_s: float
     end_s: float
@@ -73,7 +74,7 @@ def end_of(log: Iterable[PlayEvent]) -> float:
 
 
 def start_of(log: Iterable[PlayEvent]) -> PlayStarted | None:
-    """Return the event that opens a log, if present."""
+    """Return the event that starts a log, or None."""
     return next((event for event in log if isinstance(event, PlayStarted)), None)
 
 
@@ -98,7 +99,7 @@ def _follow(request: Request, event: FirstByteReceived | TransferEvent) -> None:
         case GroupDecoded():
             request.decoded_s = event.t
         case RequestCancelled() | RequestFailed():
-            # A group rejected by the decoder keeps its time of arrival.
+            # A group that the decoder rejected keeps its time of arrival.
             if request.outcome == "open":
                 request.end_s = event.t
             request.outcome = "cancelled" if isinstance(event, RequestCancelled) else "failed"
@@ -129,7 +130,7 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
 
 
 def losses(log: Sequence[PlayEvent], catalog: Catalog) -> list[tuple[float, float]]:
-    """Return the expected loss of the complete cache over time: (seconds, nats per token), in steps of at least 1 %."""
+    """Return (seconds, nats per token): the expected loss of the complete cache over time, in steps of at least 1 %."""
     events = [
         (item.decoded_s, item.group, catalog.by_name[item.track].loss[item.group])
         for item in requests(log)
@@ -152,15 +153,15 @@ def losses(log: Sequence[PlayEvent], catalog: Catalog) -> list[tuple[float, floa
 
 
 def published(log: Sequence[PlayEvent]) -> list[tuple[float, int]]:
-    """Return the groups known to be published during a prefill over time: (seconds, groups)."""
+    """Return (seconds, groups): the number of groups known to be published during a prefill, over time."""
     return [(event.t, event.edge) for event in log if isinstance(event, GroupsPublished)]
 
 
 def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMade | None:
-    """Return the policy's decision that ended the play, if any.
+    """Return the decision of the policy that ended the play, or None.
 
-    This is the last ``deliver``, or the last ``finish`` unless ``flights``, its requests, were in flight at its first
-    one.
+    This is the last ``deliver``, or the last ``finish``, unless requests of ``flights`` were in flight at the first
+    ``finish``.
     """
     found: DecisionMade | None = None
     for event in log:
@@ -177,7 +178,7 @@ def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMad
 
 
 def assign_rows(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """Assign (start, end) spans, sorted by start, to as few lanes as possible; return each lane."""
+    """Assign spans (start, end), sorted by start, to as few lanes as possible; return the lane of each span."""
     free: list[float] = []
     found = []
     for start, end in spans:
@@ -194,11 +195,11 @@ Points = Sequence[Sequence[float]]
 
 MAX_POINTS = 1000
 _BINS = 240
-"""Bins of achieved throughput; shorter ones would show packets."""
+"""Number of bins of achieved throughput; shorter bins would show single packets."""
 
 
 def significant(value: float | None, digits: int = 5) -> float | int | None:
-    """Round to ``digits`` significant digits, to an int if the result is whole; None if not finite."""
+    """Round to ``digits`` significant digits; return an int if the result is whole, None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     if value == 0:
@@ -208,10 +209,10 @@ def significant(value: float | None, digits: int = 5) -> float | int | None:
 
 
 def capacity(link: Points, until_s: float, limit: int = MAX_POINTS) -> dict[str, list[float | int | None]]:
-    """Return a piecewise constant line from 0 to ``until_s`` in at most ``limit`` steps.
+    """Return the link's capacity as a piecewise constant line from 0 to ``until_s`` with at most ``limit`` steps.
 
-    ``link`` is [seconds, bytes per second], by time; each rate holds until the next. Longer lines are divided into
-    equal bins.
+    ``link`` is a list of [seconds, bytes per second], by time; each rate holds until the next. Lines with more steps
+    are divided into equal bins.
 
     Returns:
         ``t``: start of every step, seconds; ``mean`` rate, bytes per second; ``low``: minimum rate, if binned.
@@ -238,7 +239,7 @@ def capacity(link: Points, until_s: float, limit: int = MAX_POINTS) -> dict[str,
 
 
 def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float | int | None]]:
-    """Return the received bytes per second, in steps from 0 to ``until_s``: ``t``, seconds, and ``rate``.
+    """Return the received bytes per second from 0 to ``until_s``: ``t`` (start of a step, seconds) and ``rate``.
 
     Uses ``progress`` events if there are any, since only these show transfers in flight. Otherwise each request's bytes
     are spread evenly from its first byte to its end.
@@ -253,7 +254,7 @@ def achieved(log: Sequence[PlayEvent], until_s: float) -> dict[str, list[float |
             counted, since = float(event.received), event.t
     flights = requests(log)
     if arrivals:
-        # Bytes after the last progress event are known only in total.
+        # For bytes after the last progress event, only the total is known.
         rest = sum(item.received for item in flights) - counted
         end = max((item.end_s for item in flights), default=since)
         if rest > 0:

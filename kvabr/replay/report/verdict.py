@@ -1,4 +1,4 @@
-"""One sentence: the gain of adaptation over the best fixed track."""
+"""A sentence about the gain of adaptation over the best fixed track."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvabr.replay.report.queries import FIXED, ORACLE, Result, Run, feasible, na
 
 _EQUAL_SHARE = 0.01
 _NEGLIGIBLE_LOSS = 1e-6
-"""Unmeasurably small, nats per token."""
+"""Losses below this are too small to measure, nats per token."""
 
 Plays = dict[tuple[str, float, float], Run]
 
@@ -36,8 +36,9 @@ class _Score:
 def verdict(result: Result) -> str:
     """Return a sentence that compares the best adaptive policy with the best fixed track.
 
-    "Best" is the lowest mean regret over the plays common to all policies. Infeasible plays are excluded and counted at
-    the end. Oracles (``oracle``, ``...-oracle``) do not compete. Losses and ties are reported plainly.
+    "Best" means the lowest mean regret over the plays that all policies have in common. Infeasible plays are excluded;
+    the sentence ends with their number. Oracles (``oracle``, ``...-oracle``) are ignored. If adaptation loses or is
+    equal, the sentence says so.
     """
     apart = set_apart(result)
     by_policy: dict[str, Plays] = {}

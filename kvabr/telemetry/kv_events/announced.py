@@ -1,7 +1,7 @@
-"""Turns a store's assets into events as assets are added and removed.
+"""Converts changes of a store's assets to KV events.
 
-A block is removed with the last asset that has it. Chained hashes put prompts with common blocks next to each other in
-sorted order.
+A block is removed when the last asset that has it is removed. Since hashes are chained, prompts with common blocks are
+next to each other in sorted order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AnnouncedPrompt:
 
 
 def prompt_of(asset: Asset) -> AnnouncedPrompt | Reason:
-    """Return an asset's prompt, or the reason not to announce it, such as a salt; raise as `Asset.prompt`."""
+    """Return an asset's prompt, or why not to announce it, such as a salt; errors as for `Asset.prompt`."""
     if asset.catalog.passage is not None:
         return "passage"
     if not asset.has_prompt():
@@ -61,7 +61,7 @@ class _Entry(Generic[T]):
 
 
 class AnnouncedAssets(Generic[T]):
-    """Turns a store's assets into topics with events, one asset at a time."""
+    """Converts a store's assets to topics with events, one asset at a time."""
 
     def __init__(
         self,
@@ -77,21 +77,21 @@ class AnnouncedAssets(Generic[T]):
         Args:
             hashes: computes block hashes.
             read: returns an asset's prompt, or the reason not to announce it; may raise `KvabrError`.
-            topic: 1 to 1,024 bytes of UTF-8, else `UsageError`; ``{model}`` is the asset's model. Without it, only the
-                first model is announced.
+            topic: 1 to 1,024 bytes of UTF-8, else `UsageError`. ``{model}`` stands for the asset's model; without it,
+                only the first model is announced.
             models: shell pattern of the models to announce.
-            warn: receives the first skipped asset for each reason.
+            warn: called with the first skipped asset for each reason.
         """
         size = len(topic.encode(errors="replace"))
         if not 0 < size <= MAX_TOPIC_BYTES or any("\ud800" <= each <= "\udfff" for each in topic):
             raise UsageError(f"topic must be 1 to {MAX_TOPIC_BYTES} bytes of UTF-8, got {size} bytes")
         self._hashes, self._read, self._topic, self._models, self._warn = hashes, read, topic, models, warn
         self._entries: dict[str, _Entry[T]] = {}
-        """Including skipped assets."""
+        """Assets by name, including skipped ones."""
         self._ordered: dict[str, list[bytes]] = {}
-        """Sorted hashes of the announced prompts by topic."""
+        """Sorted hashes of the announced prompts, by topic."""
         self._only = ""
-        """Model of a topic without ``{model}``."""
+        """The only model announced if the topic has no ``{model}``."""
         self.skipped: dict[Reason, int] = {}
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class AnnouncedAssets(Generic[T]):
         return tuple(self._ordered)
 
     def changes(self, assets: Mapping[str, T]) -> Iterator[tuple[str, list[KVEvent]]]:
-        """Yield the changes since the last call, one asset at a time; exhaust it before the next call."""
+        """Yield the changes since the last call, one asset at a time. Exhaust the iterator before the next call."""
         for name in [name for name, entry in self._entries.items() if assets.get(name) is not entry.asset]:
             yield from self._remove(name)
         for name, asset in assets.items():
@@ -112,7 +112,7 @@ class AnnouncedAssets(Generic[T]):
                 yield from self._store(name, asset)
 
     def all_events(self) -> Iterator[tuple[str, list[KVEvent]]]:
-        """Yield all announced assets, one at a time; changes may interleave."""
+        """Yield the events of all announced assets, one asset at a time; `changes` may be called in between."""
         for name, entry in list(self._entries.items()):
             if entry.topic and self._entries.get(name) is entry:
                 prompt = self._prompt(entry.asset)
@@ -133,7 +133,7 @@ class AnnouncedAssets(Generic[T]):
         topic = self._topic.replace(MODEL, prompt.model)
         hashes = b"".join(one[-_WIDTH:] for one in self._hashes.full(prompt.tokens))
         ordered = self._ordered.get(topic)
-        if ordered is None:  # void the blocks of an earlier publisher with this topic
+        if ordered is None:  # clear the blocks of an earlier publisher with this topic
             ordered = self._ordered[topic] = []
             yield topic, [KVBlocksCleared()]
         insort(ordered, hashes)
@@ -196,7 +196,7 @@ def _numbers(hashes: bytes) -> tuple[int, ...]:
 
 
 def _shared_blocks(one: bytes, other: bytes) -> int:
-    """Return the number of blocks that two prompts share, by bisection of chained hashes."""
+    """Return the number of blocks that two prompts share, by bisection, as hashes are chained."""
     low, high = 0, min(len(one), len(other)) // _WIDTH
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Numbers batches and keeps the last ones for subscribers that missed some."""
+"""Numbers batches, and keeps the last batches for subscribers that missed some."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class SentBatch(NamedTuple):
 
 
 class ReplayBuffer:
-    """Numbers batches and keeps the last ones, within limits."""
+    """Numbers batches, and keeps the last batches within limits."""
 
     def __init__(self, first: int, *, max_bytes: int = 16 << 20, max_batches: int = 4096) -> None:
-        """Start at ``first``, which must exceed every earlier number (also after a restart): readers drop old ones."""
+        """Start at ``first``, which must exceed all earlier numbers, even before a restart: readers drop lower ones."""
         self._next, self._max_bytes, self.max_batches = first, max_bytes, max_batches
         self._kept: deque[SentBatch] = deque()
         self._bytes = 0
 
     @property
     def first(self) -> int:
-        """Number of the oldest buffered batch, or of the next one."""
+        """Number of the oldest buffered batch; if there is none, of the next batch."""
         return self._kept[0].number if self._kept else self._next
 
     def add(self, topic: bytes, payload: bytes) -> SentBatch:

@@ -1,9 +1,9 @@
-"""Orders the events of one publisher; requests lost batches, or forgets its blocks. No I/O, no clock.
+"""Orders the events of one publisher, requests lost batches, and if necessary drops its blocks. No I/O, no clock.
 
 1. Batches are numbered consecutively. A missing batch is requested; later batches wait for it.
-2. Batches published before the first one received are requested, but may be unavailable.
-3. If a gap stays open, removals may have been lost: all blocks are forgotten.
-4. A number that does not increase means a restarted or faulty publisher, which is treated as new.
+2. Batches published before the first received batch are requested, but may be unavailable.
+3. If a gap cannot be filled, removals may have been lost, so all blocks are dropped.
+4. A number that does not increase means that the publisher restarted or is faulty; it is treated as a new one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class EventFeed:
     ) -> None:
         """Create a feed.
 
-        ``on_events`` receives the topic and events of each batch, in order; ``forget`` the reason why all blocks are
-        void; ``replays`` is True if lost batches can be requested.
+        ``on_events`` receives the topic and events of each batch, in order; ``forget`` with the reason why all blocks
+        are invalid. ``replays`` is True if lost batches can be requested.
         """
         self._on_events, self._forget, self._replays = on_events, forget, replays
         self._next: int | None = None
         self._last = -1
-        """Last number received live."""
+        """Number of the last batch received live."""
         self._waiting: deque[tuple[int, str, Sequence[KVEvent], int]] = deque()
         self._waiting_bytes = 0
         self.wanted: int | None = 0 if replays else None
-        """First number to request in a replay, if any."""
+        """First number to request in a replay; None if no replay is needed."""
 
     def receive(self, number: int, topic: str, events: Sequence[KVEvent], nbytes: int = 0) -> None:
-        """Take a published batch of ``nbytes``."""
+        """Process a published batch of ``nbytes`` bytes."""
         if number <= self._last:
             self._restart(f"its batch {number} follows its batch {self._last}")
         self._last = number
@@ -56,15 +56,15 @@ class EventFeed:
             self.replay_ended()
 
     def replayed(self, number: int, topic: str, events: Sequence[KVEvent]) -> None:
-        """Take a batch of a replay."""
+        """Process a batch of a replay."""
         if self.wanted is None:
             return
         if self._next is not None and number < self._next and events and isinstance(events[0], KVBlocksCleared):
-            self._on_events(topic, events)  # a publisher of several models clears each with the same number
+            self._on_events(topic, events)  # publishers of several models send one such event per model
         self._follow(number, topic, events)
 
     def replay_ended(self) -> None:
-        """Apply the waiting batches: the replay is complete or has failed."""
+        """Apply the waiting batches, after the replay has ended or failed."""
         self.wanted = None
         waiting, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
         for number, topic, events, _ in waiting:

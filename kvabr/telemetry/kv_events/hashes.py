@@ -1,15 +1,15 @@
 """vLLM's block hashes (``vllm.v1.core.kv_cache_utils``).
 
-A block's hash covers the hash before it, its tokens, and extra keys (absent for plain text). The first one follows the
-hash of a seed, PYTHONHASHSEED if set. ``sha256`` hashes a Python pickle; ``sha256_cbor`` hashes canonical CBOR (RFC
-8949).
+A block's hash covers the previous block's hash, its tokens, and extra keys (absent for plain text). For the first
+block, the previous hash is that of a seed: PYTHONHASHSEED, or a default. ``sha256`` hashes a Python pickle;
+``sha256_cbor`` hashes canonical CBOR (RFC 8949).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import pickle  # vLLM hashes pickles; none is loaded
+import pickle  # vLLM hashes pickles; kvabr never loads one
 import struct
 from collections.abc import Callable, Sequence
 
@@ -26,9 +26,9 @@ class BlockHashes:
     """Computes the hashes of a prompt's blocks."""
 
     def __init__(self, block: int = 16, algorithm: str = "sha256", seed: str | None = None) -> None:
-        """Raise `UsageError` unless blocks have 1 to 65,536 tokens.
+        """Raise `UsageError` if ``block``, in tokens, is not 1 to 65,536.
 
-        The seed is by default PYTHONHASHSEED, or vLLM's default.
+        The default ``seed`` is PYTHONHASHSEED if set, else vLLM's default.
         """
         if algorithm not in ALGORITHMS:
             raise UsageError(f"block hashes: algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
@@ -62,7 +62,7 @@ def _pickled(value: object) -> bytes:
 
 
 def _cbor(value: object) -> bytes:
-    """Return a text, bytes, natural number, None, or a tuple of these in canonical CBOR."""
+    """Return the canonical CBOR of text, bytes, a natural number, None, or a tuple of these."""
     if isinstance(value, int):
         return _head(_INTEGER, value)
     if isinstance(value, bytes):

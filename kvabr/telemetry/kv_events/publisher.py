@@ -1,8 +1,8 @@
 """Announces a store's assets to routers over two ZeroMQ sockets, as vLLM's publisher does.
 
-A new subscriber receives all assets, then changes. A subscriber that missed batches requests a replay; if they are no
-longer buffered, the replay clears all blocks and everything is announced again, to all subscribers. The thread works
-asset by asset and sleeps as long as it worked, so that it does not delay other threads.
+A new subscriber receives all assets, then changes. A subscriber that missed batches requests a replay. If the batches
+are no longer buffered, the replay clears all blocks, and everything is announced again to all subscribers. The thread
+works asset by asset. After each it sleeps for as long as it worked, so as not to delay other threads.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 _BATCH_TOKENS = 16_384
 _MAX_WAITING = 1024
-"""Batches queued for a slow subscriber."""
+"""Maximum number of batches queued for a slow subscriber."""
 _MAX_REQUEST_BYTES = 4096
 _SHARED_BYTES = 4096
-"""Larger batches are not copied for each replay."""
+"""Batches larger than this are not copied for each replay, bytes."""
 _SETTLE_S = 0.2
-"""Time for others to subscribe before a full announcement, seconds."""
+"""Seconds to wait before a full announcement, so that other subscribers can join."""
 _RECONNECT_S = 30.0
-"""Time in which subscribers of an earlier process reconnect, seconds."""
+"""Seconds within which subscribers of an earlier process reconnect."""
 _PAUSE_FACTOR, _MIN_PAUSE_S = 4.0, 1.0
-"""Pause after a full announcement: a multiple of its duration, and a minimum in seconds."""
+"""Pause after a full announcement: multiple of its duration, and minimum in seconds."""
 _REPLAY_EVERY_S = 0.05
 _MAX_STEP_S = 0.1
 _IDLE_S = 60.0
@@ -91,7 +91,7 @@ class KVEventMetrics(MetricSet):
 
 @dataclass(frozen=True, slots=True)
 class EventSockets:
-    """Endpoints of a publisher."""
+    """Endpoints of a publisher's sockets."""
 
     endpoint: str
     replay: str | None = None
@@ -117,10 +117,10 @@ class KVEventPublisher(Generic[T]):
         *,
         buffer: ReplayBuffer | None = None,
     ) -> None:
-        """Bind the sockets; port 0 takes a free one.
+        """Bind the sockets; port 0 selects a free port.
 
-        ``assets`` returns all assets by name, in the publisher's thread. Raise `UsageError` for a malformed endpoint or
-        without ZeroMQ, `TransportError` for an address in use or of another machine.
+        ``assets`` returns all assets by name; it is called in the publisher's thread. Raise `UsageError` for a
+        malformed endpoint or without ZeroMQ, `TransportError` if an address is in use or belongs to another machine.
         """
         zmq = self._zmq = zeromq()
         self._announced, self._assets, self._log = announced, assets, log
@@ -134,9 +134,9 @@ class KVEventPublisher(Generic[T]):
             self.endpoint = self._bound(self._publications, sockets.endpoint, _MAX_WAITING)
             self.replay: str | None = None
             if self._replays is not None and sockets.replay is not None:
-                self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a full peer queue
+                self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error if a peer's queue is full
                 self._replays.copy_threshold = _SHARED_BYTES
-                # Enough for one replay: a peer that requests again without reading receives no more.
+                # Enough for one replay; a peer that sends further requests without reading gets no more messages.
                 self.replay = self._bound(self._replays, sockets.replay, self._buffer.max_batches + _MAX_WAITING)
         except BaseException:
             self._context.destroy(linger=0)
@@ -166,7 +166,7 @@ class KVEventPublisher(Generic[T]):
         self._ear.close()
 
     def changed(self) -> None:
-        """Announce changes of the store; return at once. Thread-safe."""
+        """Announce changes of the store. Thread-safe, returns immediately."""
         self._home.check()
         self._changed = True
         self._ring()
@@ -185,7 +185,7 @@ class KVEventPublisher(Generic[T]):
         return found
 
     def _ring(self) -> None:
-        with suppress(OSError):  # a full buffer wakes the thread already
+        with suppress(OSError):  # if the buffer is full, the thread wakes up anyway
             self._bell.send(b"\0")
 
     # ------------------------------------------------------- the thread
@@ -193,7 +193,7 @@ class KVEventPublisher(Generic[T]):
     def _run(self) -> None:
         try:
             self._work()
-        except Exception:  # noqa: BLE001  # the server goes on
+        except Exception:  # noqa: BLE001  # the server must continue
             self._log.exception("the publisher of KV events stopped")
 
     def _work(self) -> None:
@@ -207,7 +207,7 @@ class KVEventPublisher(Generic[T]):
         while not self._closing:
             now = time.monotonic()
             if self._replays is not None:
-                # A request too soon after the last one waits in its socket.
+                # Do not poll for requests too soon after the last one; they wait in the socket.
                 poller.register(self._replays, zmq.POLLIN if now >= self._replay_s else 0)
             if changes is None and self._changed:
                 self._changed = False
@@ -215,7 +215,7 @@ class KVEventPublisher(Generic[T]):
             if again is None and self._announce_all_s is not None and now >= self._announce_all_s:
                 self._announce_all_s = None
                 again = self._announce_all(now)
-            work = changes or again  # removals are sent at once, also during a full announcement
+            work = changes or again  # send removals immediately, also during a full announcement
             ready = dict(poller.poll(1e3 * (pause_s if work is not None else self._idle_s(now))))
             if self._ear.fileno() in ready:
                 self._ear.recv(4096)
@@ -284,7 +284,7 @@ class KVEventPublisher(Generic[T]):
             cleared = encoded([KVBlocksCleared()], time.time())
             answers[:0] = [(topic.encode(), sequence_frame(first - 1), cleared) for topic in self._announced.topics]
             self._schedule_all(now)
-        with suppress(self._zmq.ZMQError):  # the peer is gone or does not read
+        with suppress(self._zmq.ZMQError):  # the peer has left or does not read
             for answer in (*answers, (b"", END, b"")):
                 self._replays.send_multipart((peer, b"", *answer), self._zmq.DONTWAIT, copy=False)
         self._metrics.replays_total.labels("gone" if gone else "complete").inc()

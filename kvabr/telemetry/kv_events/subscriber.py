@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 REPLAY_S = 10.0
-"""Time limit of a replay, seconds."""
 _MAX_WAITING = 128
-"""Queued batches of up to 8 MiB each; lost ones are requested again."""
+"""Maximum number of queued batches, up to 8 MiB each; lost batches are requested again."""
 _RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
 _MAX_LOGGED = 8
 
@@ -48,7 +47,7 @@ class KVEventSubscriber:
         """Connect; the publisher may start later. Raise `UsageError` for malformed sockets, or without ZeroMQ.
 
         In the subscriber's thread, ``on_events`` receives the topic and events of each batch, in order, and ``forget``
-        the reason why all blocks of this publisher are void. ``replay_s`` is the time limit of a replay.
+        with the reason why all blocks of this publisher are invalid. ``replay_s`` is the time limit of a replay.
         """
         zmq = self._zmq = zeromq()
         self._sockets, self._log, self._replay_s = sockets, log, replay_s
@@ -114,7 +113,7 @@ class KVEventSubscriber:
         try:
             while not self._closing:
                 self._step()
-        except Exception:  # noqa: BLE001  # the router goes on, without this publisher
+        except Exception:  # noqa: BLE001  # the router must continue without this publisher
             self._log.exception("the subscriber to KV events stopped")
             self._feed = EventFeed(lambda *_: None, lambda _: None, replays=False)
 
@@ -138,8 +137,8 @@ class KVEventSubscriber:
             self._end_replay()
 
     def _request_replay(self, first: int) -> None:
-        # Each replay has its own socket, so late answers to an earlier request are dropped.
-        assert self._sockets.replay is not None  # noqa: S101  # only then is a replay requested
+        # A new socket for each replay drops late answers to earlier requests.
+        assert self._sockets.replay is not None  # noqa: S101  # a replay is requested only if there is such a socket
         self._replies = self._connected(self._zmq.DEALER, self._sockets.replay)
         self._until_s = time.monotonic() + self._replay_s
         with suppress(self._zmq.ZMQError):
@@ -159,7 +158,7 @@ class KVEventSubscriber:
         self._feed.replay_ended()
 
     def _read(self, frames: list[bytes]) -> tuple[int, str, list[KVEvent]] | None:
-        """Return the number, topic and events of a message; a malformed one leaves a gap."""
+        """Return the number, topic and events of a message; None if it is malformed, which leaves a gap."""
         why = f"a message must have 3 frames (topic, number, batch), got {len(frames)}"
         if len(frames) == 3 and len(frames[0]) <= MAX_TOPIC_BYTES:
             topic, number, payload = frames

@@ -2,11 +2,11 @@
 
 A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a MessagePack batch: an array of the
 time, a list of events and a data parallel rank. An event is a map with its name under ``type`` (current vLLM), or an
-array of its name and its fields in this order (older vLLM, SGLang). Both are read; maps are written. Unknown fields and
-events are skipped.
+array of its name and its fields in the order of the classes here (older vLLM, SGLang). Both forms are read; maps are
+written. Unknown fields and events are skipped.
 
-A replay is requested at another socket, by its first sequence number. The answers are such messages after an empty
-frame, up to a sequence number of `END`.
+A replay is requested on another socket with its first sequence number. Each answer is an empty frame followed by a
+message; the last has the sequence number `END`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Maximum size of a received batch."""
 MAX_TOPIC_BYTES = 1024
 STORAGE = "STORAGE"
-"""vLLM's name for storage beyond memory. Dynamo skips unknown media, ``REMOTE``, and events that name an owner."""
+"""vLLM's name for storage other than memory. Dynamo skips unknown media, ``REMOTE``, and events that name an owner."""
 _MAX_BLOCK = 1 << 16
 
 BlockHash = Annotated[int, Meta(ge=-(1 << 63))] | Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -37,16 +37,16 @@ class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    """None at the start of the prompt."""
+    """Hash of the previous block; None at the start of the prompt."""
     token_ids: list[_TokenId]
     block_size: Annotated[int, Meta(ge=0, le=_MAX_BLOCK)]
-    """In tokens."""
+    """Tokens per block."""
     lora_id: int | None = None
     medium: _Text | None = None
-    """None: the engine's own cache."""
+    """Storage medium; None: the engine's own cache."""
     lora_name: _Text | None = None
     extra_keys: Any = None
-    """Per block, additional contents of its hash."""
+    """For each block, additional contents of its hash."""
     group_idx: int | None = None
     kv_cache_spec_kind: _Text | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -54,7 +54,7 @@ class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
     ownership: _Text | None = None
     session_id: _Text | None = None
     kvabr_asset: _Text | None = None
-    """Digest in kvabr's asset name; other readers skip it."""
+    """Digest in kvabr's asset name; readers other than kvabr skip this field."""
 
 
 class KVBlocksRemoved(Struct, frozen=True, tag="BlockRemoved"):
@@ -68,7 +68,7 @@ class KVBlocksRemoved(Struct, frozen=True, tag="BlockRemoved"):
 
 
 class KVBlocksCleared(Struct, frozen=True, tag="AllBlocksCleared"):
-    """All earlier blocks of the publisher are void."""
+    """All earlier blocks of the publisher are invalid."""
 
 
 KVEvent = KVBlocksStored | KVBlocksRemoved | KVBlocksCleared
@@ -89,9 +89,9 @@ _KINDS: dict[str, type[KVEvent]] = {
 }
 _MAPS = message_decoder(cast("type[KVEvent]", KVEvent))
 _REQUIRED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
-"""Fields required by vLLM's reader, even if None."""
+"""Fields that vLLM's reader requires, even if they are None."""
 _MAX_FIELDS, _ARRAY_FIELDS = 32, 11
-"""Array events: maximum number of fields, and fields with the same position in all versions."""
+"""For events as arrays: maximum number of fields, and number of fields that have the same position in all versions."""
 _ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MAX_FIELDS)]))
 
 
@@ -135,7 +135,7 @@ def _is_map(code: int) -> bool:
 
 
 def encoded(events: Sequence[KVEvent], at_s: float) -> bytes:
-    """Encode a batch of events at ``at_s`` seconds since 1970. Dynamo requires the rank."""
+    """Encode a batch of events at ``at_s``, seconds since 1970, with a rank, since Dynamo requires one."""
     return _ENCODER.encode((at_s, [_as_map(event) for event in events], 0))
 
 
@@ -148,7 +148,7 @@ def _as_map(event: KVEvent) -> dict[str, Any]:
 
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""Sequence number of the end of a replay."""
+"""Sequence number that ends a replay."""
 MAX_SEQUENCE = (1 << 63) - 1
 
 

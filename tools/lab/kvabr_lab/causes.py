@@ -1,13 +1,14 @@
-"""Split a play's regret into causes that add up to it.
+"""Splits a play's regret into causes that add up to it.
 
-Regret is a play's cost above the clairvoyant bound: loss, time, engine time, and a penalty for lateness. A ladder of
-hypothetical plays, each slightly better than the previous one, reduces it; each saving is charged to a cause.
+Regret is the cost of a play minus the clairvoyant bound. The cost is loss, time, engine time, and a penalty for
+lateness. A sequence of hypothetical plays, each slightly better than the previous one, reduces the regret; each saving
+is assigned to a cause.
 
 The loss is reduced first, at the end E of the play (at most the deadline). f(x) is the minimum loss for x bytes
 (`LossCurve`), C the link's bytes by E; no step goes below the minimum of any schedule by E:
 
-1. ``order``: the bytes in place, U, could have bought f(U). Irrevocable choices: tracks that are not layers, the
-   engine's order, a suboptimal sequence of upgrades.
+1. ``order``: with the bytes in place, U, a loss of f(U) was possible. Reasons are irrevocable choices: tracks that are
+  not layers, the engine's order, a suboptimal sequence of upgrades.
 2. ``decode``: bytes received but not decoded by the end.
 3. ``wasted``: bytes of abandoned, failed and replaced transfers, and of cancelled ones that still used the link.
 4. ``too_high``: bytes of requests in flight at the end.
@@ -60,21 +61,22 @@ class Case:
     capacity: Capacity
     deadline_s: float
     decode_tail_s: float
-    """Minimum decode time of the last group; not in the bound."""
+    """Minimum decode time of the last group, seconds; the bound does not include it."""
     loss: float
     least: float
-    """Minimum loss plus priced engine time of any schedule that ends with this play (if late: at the deadline)."""
+    """Minimum of loss plus price of engine time over all schedules that end with this play (if late: at the deadline).
+    """
     bound: Bound
-    """Must be feasible."""
+    """Bound of the play, which must be feasible."""
     regret: float
     time_price: float
-    """Nats per token for a second before the first token."""
+    """Price of a second before the first token, nats per token."""
     gpu_price: float
-    """Nats per token for a second of engine time; infinite counts as 0."""
+    """Price of a second of engine time, nats per token; infinite counts as 0."""
 
 
 def split(catalog: Catalog, curves: LossCurves, case: Case) -> dict[str, float]:
-    """Return the regret of one feasible play by cause; the values add up to it except for rounding."""
+    """Return the regret of one feasible play by cause; except for rounding, the values add up to it."""
     out = dict.fromkeys(CAUSES, 0.0)
     if case.record.delivered_s is None:
         out["gave_up"] = case.regret
@@ -99,14 +101,14 @@ def _split_loss(catalog: Catalog, curves: LossCurves, case: Case, useful: float,
     ended_s = min(case.deadline_s, record.delivered_s or 0.0)
     carried = case.capacity.between(0.0, max(0.0, ended_s - case.decode_tail_s))
     carried = max(carried, float(curve.least_bytes))
-    # With an engine the minimum may be far below the loss for any bytes: then bytes count only down to f(C).
+    # With an engine the minimum may be far below the loss for any bytes; then bytes count only down to f(C).
     floor = case.least if len(fetched) == catalog.groups and case.least >= curve.at(carried) else curve.at(carried)
     level = curve.at(useful)
     if useful <= carried and level < floor <= own:
         level = floor  # the relaxation is slightly better than any schedule
     out["order"] += own - level
     if level < floor:
-        # Better than any cache by the deadline: quality bought with lateness.
+        # The cache is better than any cache by the deadline: lateness bought quality.
         out["too_high" if useful > carried else "decode"] += level - floor
         level = floor
     wasted = record.bytes_wasted + use.ghost_bytes
@@ -151,17 +153,18 @@ def totals(parts: list[dict[str, Any]]) -> dict[str, float]:
 class LossCurve:
     """Minimum loss of a set of groups as a function of bytes: convex, falling, piecewise linear.
 
-    This is the linear relaxation of the multiple-choice knapsack over every option of every group, including layers: no
+    This is the linear relaxation of a multiple-choice knapsack over every option of every group, including layers. No
     choice of whole groups with the same bytes has a lower loss.
     """
 
     def __init__(self, options: Options, steps: Collection[LadderStep], groups: Collection[int]) -> None:
         """Build the curve of ``groups``.
 
-        ``options`` are each group's convex hull, cheapest first; ``steps`` are all hulls', by loss saved per byte.
+        ``options`` are each group's convex hull, cheapest first; ``steps`` are those of all hulls, by loss saved per
+        byte.
         """
         self.least_bytes = sum(options[group][0].bytes for group in groups)
-        """Bytes of all groups on their cheapest options: the smallest cache."""
+        """Bytes of the smallest cache: all groups on their cheapest options."""
         self._bytes = [self.least_bytes]
         self._loss = [sum(options[group][0].loss for group in groups)]
         for step in steps:

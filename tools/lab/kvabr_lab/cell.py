@@ -1,4 +1,4 @@
-"""Play one trace of one cell with several policies; return one line of results per play."""
+"""Plays one trace of a cell with several policies; returns one line of results per play."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class BoundedLink:
     capacity: Capacity
     rtt_s: float
     bound: Bound
-    """Of network and engine, if any, together."""
+    """Bound of network and engine together, if there is an engine."""
     network: Bound
-    """Of the network alone."""
+    """Bound of the network alone."""
 
 
 class CellPlayer:
-    """Plays over one cell of a matrix."""
+    """Plays traces with the options of one cell of a matrix."""
 
     def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
         self._options = options
@@ -38,7 +38,7 @@ class CellPlayer:
         self._network = None if options.cost is None else self.experiment.whole.new_clairvoyant(None)
 
     def link(self, trace: Trace, start_s: float) -> BoundedLink:
-        """Return the link from one start of a trace."""
+        """Return the link for one start of a trace."""
         capacity, rtt_s, bound = self.experiment.prepare(trace, start_s)
         network = bound
         if self._network is not None:
@@ -50,7 +50,7 @@ class CellPlayer:
     ) -> tuple[dict[str, Any], PlayOutcome]:
         """Play once; return the line of results, and the whole outcome.
 
-        The bound of ``network_regret`` is that of the network alone. Either regret is None if its bound is infeasible.
+        ``network_regret`` refers to the bound of the network alone. A regret is None if its bound is infeasible.
         """
         outcome = self.experiment.play_on(trace, link.start_s, policy, link.capacity, link.rtt_s, link.bound, log=log)
         line = dict(outcome.run)

@@ -1,10 +1,10 @@
-"""A crowd: very many players of one asset served by a tree of caches, as a fluid.
+"""Simulates very many players of one asset, served by a tree of caches, as a fluid.
 
 A flow replaces the sessions of a million similar players: in small time steps, all players at a machine share its
-capacity, each up to its own link. A table of the policy's own plays over constant rates gives a player's duration and
-result. Finally, the policy plays a sample of players over the exact rates of the flow.
+capacity, each up to the rate of its own link. A table of simulated plays of the policy over constant rates gives a
+player's duration and result. Finally, a sample of players is played with the policy over the exact rates of the flow.
 
-An asset represents a larger model through a factor on its bytes.
+To represent a larger model, an asset's bytes are multiplied by a factor.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Floats = NDArray[np.float64]
 
 _SPAN_GROUPS = 16
 _LOOKUP_GETS = 15
-"""GETs of a lookup besides one per full span: 5 for offers, 9 to 11 for pointers, as measured."""
+"""GETs of a lookup in addition to one per full span: 5 for offers, 9 to 11 for pointers, as measured."""
 _MIN_RANGES = 9
-"""Ranges observed for a small cache: the first ones are short while the rate is unknown."""
+"""Number of ranges observed for a small cache: the first ranges are short while the rate is unknown."""
 _SLICE_BYTES = 1 << 20
-"""A cache's fetch and storage unit."""
+"""Unit of a cache for fetching and storing, bytes."""
 _STEPS_PER_DEADLINE = 50
 _MAX_DEADLINES = 100_000
 _MAX_ACCESS = 1.25e12
@@ -47,20 +47,20 @@ class CacheMachine:
     cores: int
     cpu_s_per_byte: float
     cpu_s_per_group: float
-    """Further core seconds per group and level."""
+    """Additional core seconds per group and level."""
     connection_bytes: float
     """Memory per connection."""
     player_bytes: float
-    """Further memory per active player."""
+    """Additional memory per active player, bytes."""
     memory_bytes: float
 
     @property
     def carries(self) -> float:
-        """Largest bytes/s, in one large piece."""
+        """Maximum rate in bytes/s, for a single large piece."""
         return min(self.bytes_per_s, self.cores / self.cpu_s_per_byte)
 
     def serving(self, group_bytes: float) -> CacheMachine:
-        """Return this machine with the cost per group of ``group_bytes`` included in that of bytes."""
+        """Return this machine with the cost per group, of ``group_bytes``, included in the cost per byte."""
         each = self.cpu_s_per_byte + self.cpu_s_per_group / group_bytes
         return replace(self, cpu_s_per_byte=each, cpu_s_per_group=0.0)
 
@@ -71,18 +71,19 @@ MACHINES = {
     "nginx-tls": CacheMachine("nginx-tls", 90 * _GBIT, 16, 0.89 / _GB, 0.0, 40 * _KIB, 64 * _KIB, 64 * _GIB),
     "relay": CacheMachine("relay", 90 * _GBIT, 1, 2.9 / _GB, 1.3e-3, 120 * _KIB, 700 * _KIB, 16 * _GIB),
 }
-"""Kinds of caches: 16 cores and a card of 100 Gbit/s; `kvabr relay` is one process on one core. Processor time and
-memory were measured on loopback; for all but relays, the bytes' cost includes that of groups."""
+"""Kinds of caches with 16 cores and a card of 100 Gbit/s; `kvabr relay` is one process on one core. Processor time and
+memory were measured on loopback. Except for relays, the cost per byte includes that of groups.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayerCost:
-    """Core seconds per player, without decoding."""
+    """Core seconds per player, not counting decoding."""
 
     cpu_s: float
-    """Lookup, decisions and the end."""
+    """Core seconds of lookup, decisions and the end."""
     cpu_s_per_byte: float
-    """Receiving and checking."""
+    """Core seconds per byte for receiving and checking."""
 
 
 PLAYERS = {
@@ -90,7 +91,8 @@ PLAYERS = {
     "nginx-tls": PlayerCost(0.064, 1.8 / _GB),
     "relay": PlayerCost(0.064, 3.2 / _GB),
 }
-"""By kind of edge; measured on loopback with small caches (the first), and with FP16 in large groups."""
+"""Cost by kind of edge, measured on loopback: the first value with small caches, the second with FP16 in large groups.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +101,18 @@ class BucketModel:
 
     bytes_per_s: float = 100 * _GBIT
     requests_per_s: float = 5500.0
-    """Under one prefix; S3 guarantees 5,500."""
+    """Requests per second under one prefix; S3 guarantees 5,500."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Players of one asset."""
+    """The players of one asset."""
 
     players: int = 1_000_000
     within_s: float = 60.0
-    """Period of their evenly distributed arrivals."""
+    """Seconds in which players arrive, evenly distributed."""
     access: float = 1e9 / 8
-    """Bytes/s of each player's own link."""
+    """Rate of each player's own link, bytes/s."""
     deadline_s: float = 1.0
     rtt_s: float = 0.02
 
@@ -132,7 +134,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Caches between players and store: edges for the players, and middle caches, if any, for the edges."""
+    """Caches between players and store: edges for the players, and possibly middle caches for the edges."""
 
     edge: CacheMachine
     edges: int
@@ -146,7 +148,7 @@ class Tree:
 
     @property
     def fill_rate(self) -> float:
-        """Bytes/s at which an edge fills its cache when all edges do."""
+        """Rate in bytes/s at which an edge fills its cache if all edges do so at the same time."""
         if self.middle is None:
             return min(self.edge.carries, self.store.bytes_per_s / self.edges)
         per_middle = math.ceil(self.edges / self.middles)
@@ -155,30 +157,30 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class RatePlay:
-    """Result of a play over one rate."""
+    """Result of a play at one rate."""
 
     rate: float
     stays_s: float
-    """Until delivery or abandonment."""
+    """Seconds until delivery or abandonment."""
     received: float
     loss: float
     """Nats per generated token."""
     met: bool
     groups: int
-    """Fetched groups, counted on each level."""
+    """Number of fetched groups, counted on each level."""
     requests: int
-    """GETs at a store: ranges of spans, and the lookup."""
+    """Number of GETs at a store: ranges of spans, and the lookup."""
 
 
 class PlayTable:
-    """Plays of an asset by the real policy, at constant rates and over given ones."""
+    """Plays of an asset with the real policy, at constant rates and at given rates."""
 
     def __init__(
         self, catalog: Catalog, crowd: Crowd, *, scale: float = 1.0, policy: str = DEFAULT, decoders: int = 8
     ) -> None:
         """Play the asset at rates up to those of the players' own links.
 
-        ``scale`` is the model's cache over the catalog's.
+        ``scale`` is the size of the model's cache relative to the catalog's.
         """
         self.catalog, self.crowd, self.scale, self.policy = catalog, crowd, scale, policy
         options = ReplayOptions(
@@ -192,7 +194,7 @@ class PlayTable:
 
     @property
     def asset_bytes(self) -> float:
-        """Distinct bytes fetched by all players together."""
+        """Bytes that all players together fetch, counting each only once."""
         used = max(play.received for play in self.plays)
         return float(used)
 
@@ -203,12 +205,12 @@ class PlayTable:
 
     @property
     def group_bytes(self) -> float:
-        """Mean bytes of a group on one level, over the players' own links."""
+        """Mean bytes of a group on one level, for plays at the rate of the players' own links."""
         full = self.plays[-1]
         return max(1.0, full.received / max(1, full.groups))
 
     def play(self, rates: Sequence[float], step_s: float) -> RatePlay:
-        """Play once over rates of ``step_s`` seconds each, bytes/s; the last continues."""
+        """Play once over rates in bytes/s of ``step_s`` seconds each; the last rate continues."""
         times = tuple(step_s * index for index in range(len(rates)))
         floor = 1e-3 * max(rates)
         scaled = tuple(max(rate, floor) / self.scale for rate in rates)
@@ -259,12 +261,12 @@ class Flow:
 
     step_s: float
     shares: Floats
-    """Bytes/s of each active player, by step."""
+    """Rate of each active player, bytes/s, by step."""
     active: Floats
     losses: Floats
-    """By step of arrival."""
+    """Loss by step of arrival."""
     met: NDArray[np.bool_]
-    """Whether the cache was complete by the deadline, by step of arrival."""
+    """True if the cache was complete by the deadline, by step of arrival."""
 
     @property
     def loss(self) -> float:
@@ -273,12 +275,12 @@ class Flow:
 
     @property
     def met_share(self) -> float:
-        """Share of players that met their deadline."""
+        """Fraction of players that met their deadline."""
         return float(self.met.mean())
 
 
 def flow(table: PlayTable, tree: Tree) -> Flow:
-    """Return the flow of the players of one edge; edges are alike."""
+    """Return the flow of the players at one edge; all edges are equal."""
     crowd, step_s = table.crowd, table.crowd.deadline_s / _STEPS_PER_DEADLINE
     coming = math.ceil(crowd.within_s / step_s)
     each = crowd.players / tree.edges / coming
@@ -309,7 +311,7 @@ def flow(table: PlayTable, tree: Tree) -> Flow:
 
 
 def drawn(table: PlayTable, found: Flow, players: int, seed: int) -> Iterator[RatePlay]:
-    """Yield plays of sampled players by the policy, over the rates of the flow."""
+    """Yield plays of sampled players with the policy, over the rates of the flow."""
     draw = random.Random(seed)  # noqa: S311  # not for secrets
     coming = len(found.losses)
     for _ in range(players):
@@ -321,17 +323,17 @@ def drawn(table: PlayTable, found: Flow, players: int, seed: int) -> Iterator[Ra
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Demand for a resource if every player's own link is the limit."""
+    """Demand for a resource if only the players' own links are the limit."""
 
     resource: str
     share: float
-    """Of the capacity; above 1 it is overloaded."""
+    """Demand as a fraction of the capacity; above 1 the resource is overloaded."""
     machines: int | None
-    """Needed machines; None if more do not help."""
+    """Number of machines needed; None if more machines do not help."""
 
 
 def loads(table: PlayTable, tree: Tree) -> list[Load]:
-    """Return the demand for every resource, highest share first."""
+    """Return the demand for every resource, highest fraction first."""
     crowd, full = table.crowd, table.plays[-1]
     edge, store, cost = tree.edge, tree.store, PLAYERS.get(tree.edge.kind, PLAYERS["nginx"])
     at_edge = crowd.rate / tree.edges
@@ -359,12 +361,12 @@ def loads(table: PlayTable, tree: Tree) -> list[Load]:
 
 
 def without_caches(table: PlayTable) -> float:
-    """Return the GETs per second at the store without caches."""
+    """Return the GETs per second that the store would serve without caches."""
     return table.crowd.rate * table.plays[-1].requests
 
 
 def fewest(table: PlayTable, tree: Tree, *, met: float = 0.999, loss: float = math.inf) -> int | None:
-    """Return the fewest edges for a share of players in time and a maximum mean loss.
+    """Return the minimum number of edges for a fraction ``met`` of players in time and a maximum mean loss.
 
     None if a million edges are insufficient: another resource is the limit.
     """

@@ -1,7 +1,7 @@
-"""Digests of all inputs of a play: a play with a known digest is not repeated.
+"""Digests of all inputs of a play. A play with a known digest is not repeated.
 
-A policy's digest covers the source of its class, of its base classes, and of imported modules in their folders. Player
-and simulator share one digest: if it changes, everything is played again.
+A policy's digest covers the source of its class, of its base classes, and of modules that these import from their
+folders. Another digest covers player and simulator: if it changes, everything is played again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DOES_NOT = (
     *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/workers.py"),
 )
 _LAB = ("causes.py", "cell.py")
-"""Files of the laboratory that can."""
+"""Files of the laboratory that can change the outcome."""
 
 
 def digest(*parts: Any) -> str:
@@ -41,7 +41,7 @@ def digest(*parts: Any) -> str:
 
 
 def of_trace(trace: Trace) -> str:
-    """Return the digest of a trace's numbers, and of its name, which seeds the start points."""
+    """Return the digest of a trace's numbers and of its name, which is the seed of start points."""
     sums = hashlib.sha256(f"{trace.family}\0{trace.name}\0{trace.rtt_s!r}\0{trace.duration_s!r}\0".encode())
     sums.update(struct.pack(f"<{len(trace.times)}d", *trace.times))
     sums.update(struct.pack(f"<{len(trace.rates)}d", *trace.rates))
@@ -50,7 +50,7 @@ def of_trace(trace: Trace) -> str:
 
 def of_catalog(catalog: Catalog) -> str:
     """Return the digest of a catalog."""
-    # Joined catalogs are not published; their name covers the position of each passage.
+    # Joined catalogs are not published; their name depends on the position of each passage.
     own = "".join(each.dumps() for each in catalog.sources) + catalog.namespace.prompt
     return hashlib.sha256((own if catalog.sources else catalog.dumps()).encode()).hexdigest()
 
@@ -63,7 +63,7 @@ def of_options(options: ReplayOptions) -> str:
 
 
 def of_policy(text: str) -> str:
-    """Return the digest of a policy, its parameters and its estimator, wherever its file is."""
+    """Return the digest of a policy, its parameters and its estimator; the path of its file does not matter."""
     cls = policy_class(text)
     file, colon, rest = text.partition(":")
     name = f"{Path(file).name}{colon}{rest}" if file.endswith(".py") else text
@@ -71,7 +71,7 @@ def of_policy(text: str) -> str:
 
 
 def of_class(cls: type[Any]) -> str:
-    """Return the digest of a class's source (see this module), or of its name without source."""
+    """Return the digest of a class's source (see this module); without source, that of its name."""
     sums = hashlib.sha256(f"{cls.__module__ if _ours(cls.__module__) else ''}.{cls.__qualname__}".encode())
     found: dict[Path, None] = {}
     for base in cls.__mro__:

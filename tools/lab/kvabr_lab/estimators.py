@@ -1,4 +1,4 @@
-"""Rivals: the estimators of dash.js, CacheGen and ExoPlayer."""
+"""Estimators of dash.js, CacheGen and ExoPlayer, for comparison."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kvabr.abr.estimators import DecayingMean, MergedSamples
 
 
 class DualEwma(MergedSamples):
-    """The smaller of a fast and a slow mean (Shaka, dash.js): drops count at once, rises if they last."""
+    """The smaller of a fast and a slow mean (Shaka, dash.js): it follows drops at once, and rises only if they last."""
 
     name: ClassVar[str] = "ewma"
 
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4, caution: float = 1.0) -> None:
-        """Set the half-lives as shares of the deadline.
+        """Set the half-lives as fractions of the deadline.
 
-        The bound is ``caution`` weighted standard deviations below the estimate, at least a quarter of it.
+        The bound is ``caution`` weighted standard deviations below the estimate, but at least a quarter of the
+        estimate.
         """
         self._shares, self._caution = (fast_share, slow_share), caution
         super().__init__()
@@ -46,12 +47,12 @@ class DualEwma(MergedSamples):
 
 
 class LastSample(MergedSamples):
-    """The throughput of the last group, as in CacheGen's rule, over at least a fiftieth of the deadline."""
+    """The throughput of the last group, as in CacheGen's rule, measured over at least a fiftieth of the deadline."""
 
     name: ClassVar[str] = "last"
 
     def __init__(self, share: float = 1 / 50) -> None:
-        """Set a sample's length, as a share of the deadline."""
+        """Set the minimum length of a sample, as a fraction of the deadline."""
         super().__init__(share)
 
     def _forget(self) -> None:
@@ -61,16 +62,16 @@ class LastSample(MergedSamples):
         self._rate = nbytes / seconds
 
     def rate(self) -> float:
-        """Return the rate of the last sample; before the first full one, the rate so far."""
+        """Return the rate of the last sample; before the first complete sample, the rate so far."""
         return self._rate or self._so_far()
 
     def lower_bound(self) -> float:
-        """Return `rate`: there is no margin."""
+        """Return the same as `rate`: there is no margin."""
         return self.rate()
 
 
 class SlidingPercentile(MergedSamples):
-    """Percentiles of recent samples, weighted by the square root of their bytes (as in ExoPlayer)."""
+    """Percentiles of recent samples, weighted by the square root of their bytes (ExoPlayer)."""
 
     name: ClassVar[str] = "percentile"
 

@@ -1,4 +1,4 @@
-"""Measure the link shaper: errors of rate and delay, and packets per second, by plain UDP on loopback."""
+"""Measures the link shaper with plain UDP on loopback: errors of rate and delay, and packets per second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STAMP = struct.Struct(">d")
 _END = b"end"
 _SILENCE_S = 2.0
 _OVERLOAD = 1.3
-"""Send rate over the trace's."""
+"""Rate of sending, relative to the trace's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Reading:
     sent_pps: float
     received_pps: float
     wire_rate: float
-    """Received bytes/s, including headers."""
+    """Received rate in bytes/s, including headers."""
     rate_error: float | None
-    """Relative to the trace."""
+    """Error of the rate, relative to the trace; None without a trace."""
     delay_error_p50_s: float
-    """Packet delay minus the configured delay; includes queueing if there is a trace."""
+    """Median of packet delay minus configured delay, seconds; with a trace it includes queueing."""
     delay_error_p99_s: float
     missed: int | None
-    """Packets dropped because the shaper was too slow."""
+    """Number of packets dropped because the shaper was too slow."""
     busy: float
 
     def to_json(self) -> dict[str, float | int | None]:
@@ -47,10 +47,11 @@ class Reading:
 def gauge(pps: float, seconds: float, *, rate: float | None = None, rtt_s: float = 0.0) -> Reading:
     """Send packets of 1,200 bytes through a shaper and measure its output.
 
-    ``pps`` is ignored with a ``rate`` of the trace in bytes/s, which is exceeded by a factor of 1.3.
+    ``pps`` is packets per second. It is ignored if there is a ``rate``, that of the trace in bytes/s; packets are then
+    sent 1.3 times as fast.
 
     Raises:
-        TransportError: A process cannot be started, or dies.
+        TransportError: A process cannot be started, or ends early.
     """
     pps = pps if rate is None else _OVERLOAD * rate / PACKET_BYTES
     conditions = Conditions(rtt_s)
@@ -91,7 +92,7 @@ def _reading(
     rate: float | None,
     rtt_s: float,
 ) -> Reading:
-    # Count from the sending of the first packet: a busy machine reads it late, and the link would seem too fast.
+    # Count from the sending of the first packet: a busy machine reads it late, which would make the link seem too fast.
     span = arrivals[-1] - (arrivals[0] - delays[0] + rtt_s / 2)
     wire_rate = (len(arrivals) - 1) * PACKET_BYTES / span
     return Reading(

@@ -1,4 +1,4 @@
-"""Listens to KV events briefly to count each site's cached tokens of a prompt."""
+"""Receives KV events for a short time, to count the tokens of a prompt that each site has cached."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvabr.telemetry.kv_events.wire import KVEvent
 from kvabr_lab.route import HeldPrefixes, PrefixHolder
 
 _SILENCE_S = 1.0
-"""Silence after which a site's report is complete."""
+"""Seconds without events after which a site's report is complete."""
 
 
 def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], max_s: float) -> dict[str, int | None]:
-    """Return each site's cached tokens of a prompt; None for a site without events.
+    """Return the number of cached tokens of a prompt by site; None for a site without events.
 
-    Listen until all sites have reported and are quiet, for at most ``max_s`` seconds.
+    Wait until all sites have sent events and then none for a while, at most ``max_s`` seconds.
     """
     held, heard, lock = HeldPrefixes(), dict[str, float](), threading.Lock()
     until_s, log = time.monotonic() + max_s, logger()

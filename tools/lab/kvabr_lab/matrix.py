@@ -1,4 +1,4 @@
-"""The plays of a laboratory run: all combinations of the values on its axes, from a TOML file, options, or both."""
+"""The plays of a laboratory run: all combinations of values on its axes, given in a TOML file, by options, or both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ENGINE = re.compile(
 _MAX_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
 DEFAULT_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""From links that hardly carry the cheapest track by the deadline to those of a data centre."""
+"""Loads of links: from those that hardly carry the cheapest track by the deadline, to those of a data centre."""
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
 _NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders", "time_price", "question", "tail")
 _OTHERS = ("families", "estimator", "slow_start")
@@ -52,18 +52,19 @@ class EngineSpec:
 
     text: str
     kind: str
-    """``none``, ``asset`` (measured by its publisher), ``x`` (times the deadline), ``/s`` (tokens per second) or a name
-    of `kvabr.replay.engines.ENGINES`."""
+    """``none``, ``asset`` (as measured by its publisher), ``x`` (multiple of the deadline), ``/s`` (tokens per second)
+    or a name in `kvabr.replay.engines.ENGINES`.
+    """
     number: float
     mode: EngineMode
     gpu_price: float = GPU_PRICE
-    """Nats per token for a second of engine time: low on an idle engine, high on a busy one."""
+    """Price of a second of engine time, nats per token: low for an idle engine, high for a busy one."""
 
     @classmethod
     def parse(cls, text: str) -> EngineSpec:
         """Parse ``none``, ``asset``, ``2x``, ``1500/s`` or ``h200-8b``, also with ``@PRICE`` and ``:suffix``.
 
-        ``2x`` computes the whole prompt in twice the deadline. ``@0.05`` makes a second cost 0.05 nats per token.
+        ``2x`` computes the whole prompt in twice the deadline. With ``@0.05`` a second costs 0.05 nats per token.
 
         Raises:
             UsageError: The text is invalid.
@@ -119,11 +120,11 @@ class Cell:
     load: float | None
     """Fraction of the FP16 cache that the mean rate carries within the deadline; None: unscaled."""
     rtt_s: float | None
-    """None: the trace's own."""
+    """Round trip time in seconds; None: that of the trace."""
     engine: str
 
     def title(self, axes: Collection[str] | None = None, *, kinds: bool = False) -> str:
-        """Describe the cell by these axes (None: all); ``kinds`` gives their names instead of values."""
+        """Return a description of the cell by these axes (None: all); with ``kinds``, names instead of values."""
         words = {
             "asset": ("asset", self.asset),
             "deadline_s": ("deadline", f"{self.deadline_s:g} s"),
@@ -135,7 +136,7 @@ class Cell:
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:
-    """Return the fields in which the cells differ; all fields for a single cell."""
+    """Return the fields in which the cells differ; for a single cell, all fields."""
     names = [field.name for field in fields(Cell)]
     if len(cells) < 2:
         return names
@@ -159,22 +160,23 @@ class LabMatrix:
     rtts: tuple[float | None, ...] = (None,)
     engines: tuple[EngineSpec, ...] = (EngineSpec("none", "none", 0.0, "hole"),)
     starts: int = 1
-    """Start points per trace: its beginning, then random ones."""
+    """Number of start points per trace: its beginning, then random ones."""
     per_family: int | None = None
-    """Plays of each family per cell, spread evenly over its traces, so that families have equal weight; None: `starts`
-    plays of every trace."""
+    """Number of plays per family and cell, spread evenly over the family's traces, so that families have equal weight;
+    None: `starts` plays of every trace.
+    """
     seed: int = 0
     estimator: str | None = None
-    """For all policies; None: each policy's own."""
+    """Estimator for all policies; None: each policy's default."""
     decode_scale: float = 1.0
     decoders: int = 1
     slow_start: bool = True
     time_price: float = TIME_PRICE
-    """Nats per token for a second before the first token."""
+    """Price of a second before the first token, nats per token."""
     question: int = 0
-    """Tokens after the cache that an engine always computes."""
+    """Number of tokens after the cache that an engine always computes."""
     tail: int = DEFAULT_MAX_TAIL
-    """Largest number of tokens at the cache's end to compute with them, see `kvabr.abr.tail`."""
+    """Maximum number of tokens at the cache's end to compute with the question, see `kvabr.abr.tail`."""
 
     def __post_init__(self) -> None:
         axes: dict[str, Sequence[object]] = {
@@ -197,7 +199,7 @@ class LabMatrix:
                 f"the matrix has {self.plays:,} plays; at most {_MAX_PLAYS:,} are allowed: take fewer starts"
             )
         for cell in self.cells():
-            self.options(cell)  # raises on values out of range before hours of work
+            self.options(cell)  # raises for values out of range, before hours of work
         for policy in self.policies:
             _try(policy, self.offers)
         if self.estimator is not None:
@@ -210,7 +212,7 @@ class LabMatrix:
         return math.prod(map(len, axes)) * sum(self.counts())
 
     def counts(self) -> list[int]:
-        """Return each trace's number of start points."""
+        """Return the number of start points of each trace."""
         if self.per_family is None:
             return [self.starts] * len(self.traces)
         sizes = Counter(trace.family for trace in self.traces)
@@ -252,7 +254,7 @@ class LabMatrix:
         )
 
     def starts_of(self, trace: Trace, count: int) -> list[float]:
-        """Return ``count`` start points of a trace, seconds; a larger count only appends."""
+        """Return ``count`` start points of a trace in seconds; a larger count only adds points."""
         dice = random.Random(f"{self.seed}:{trace.family}:{trace.name}")  # noqa: S311  # start points, not secrets
         return [0.0, *(dice.uniform(0.0, trace.duration_s) for _ in range(count - 1))]
 
@@ -295,7 +297,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def build(axes: Mapping[str, Any]) -> LabMatrix:
-    """Build the matrix of these axes; missing axes have their defaults.
+    """Build the matrix with these axes; missing axes have default values.
 
     Args:
         axes: ``traces`` (files or folders), ``families`` (name to files or folders), ``exclude`` (families),
@@ -354,7 +356,7 @@ def _renamed(trace: Trace, family: str) -> Trace:
 
 
 def _policies(names: Sequence[str], offers: Sequence[Offer]) -> tuple[str, ...]:
-    """Return each name once; ``all`` means every policy without argument and each ``fixed:TRACK``."""
+    """Return each name once; ``all`` means every policy without an argument, and ``fixed:TRACK`` for each track."""
     from kvabr.abr.ladder import Ladder  # noqa: PLC0415
 
     out: list[str] = []

@@ -1,12 +1,13 @@
-"""A link with a queue, packet by packet, and its senders.
+"""Simulates a link with a queue, and its senders, packet by packet.
 
 - A connection sends the most urgent data first. Its window doubles every round trip (slow start), and follows CUBIC
-  (RFC 9438) after the first loss. A loss is detected after a round trip, and shrinks the window once. Lost data is
-  resent first.
-- The queue drops packets that do not fit (drop-tail), or also packets that waited too long (CoDel, RFC 8289).
-- Acknowledgements cost no capacity and are never lost. Packets on very fast links are larger than real ones, to limit a
-  play's computation to seconds.
-- The trace's clock is the receiver's, as in `Simulator` and in the bound; feedback takes a round trip to a sender.
+  (RFC 9438) after the first loss. A loss is detected after a round trip, and shrinks the window once. Lost data is sent
+  again first.
+- The queue drops packets that do not fit (drop-tail), and with CoDel (RFC 8289) also packets that waited too long.
+- Acknowledgements use no capacity and are never lost. On very fast links, packets are larger than real ones, so that a
+  play can be computed in seconds.
+- Times in the trace are those at the receiver, as in `Simulator` and in the bound. Feedback reaches a sender after a
+  round trip.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import EPSILON
 
 PACKET = 1164
-"""Payload bytes."""
+"""Payload bytes per packet."""
 _MAX_PACKETS = 50_000
-"""Packets per play, roughly; they are larger on a faster link."""
+"""Approximate maximum number of packets per play; on faster links packets are larger."""
 _MIN_QUEUE = 64
-"""Packets, unless the queue's size is given."""
+"""Minimum queue in packets, unless the queue's size is given."""
 _BETA, _CUBIC = 0.7, 0.4
 """CUBIC's window factor after a loss, and its constant C, packets per second cubed."""
 _REORDERED = 3
-"""Packets acknowledged after a missing one before it counts as lost (RFC 9002, section 6.1.1)."""
+"""Number of packets acknowledged after a missing packet before it counts as lost (RFC 9002, section 6.1.1)."""
 _PROBE_S = 1.0
-"""Time without an acknowledgement, beyond a round trip, before a packet counts as lost."""
+"""Seconds without an acknowledgement, beyond a round trip, before a packet counts as lost."""
 _TARGET_S, _INTERVAL_S = 0.005, 0.1
-"""CoDel's acceptable delay, and how long it may be exceeded."""
+"""CoDel's acceptable delay, and how long it may be exceeded, in seconds."""
 _RECENT = 16
-"""Intervals for which CoDel keeps its previous drop rate."""
+"""Number of intervals for which CoDel remembers its previous drop rate."""
 
 
 class Stream(ABC):
     """The answer to a request."""
 
     def __init__(self, size: int) -> None:
-        """Begin unsent."""
+        """Create an answer of ``size`` bytes, none of them sent."""
         self.size, self.sent = size, 0
         self.cancelled = False
 
     @abstractmethod
     def place(self) -> int:
-        """Return the rank in its connection; the lowest is sent first."""
+        """Return the stream's rank in its connection; the lowest rank is sent first."""
 
     @abstractmethod
     def receive(self, size: int, now: float) -> None:
@@ -67,21 +68,21 @@ class _Packet:
 
 
 def packet_bytes(capacity: Capacity, seconds: float) -> int:
-    """Return the size of a real packet, or more on fast links."""
+    """Return the size of a packet: that of a real packet, or more on fast links."""
     return max(PACKET, int(capacity.between(0.0, seconds) / _MAX_PACKETS))
 
 
 def queue_bytes(capacity: Capacity, rtt_s: float, seconds: float) -> int:
-    """Return the usual queue size: a round trip at the link's maximum rate, at least 64 packets."""
+    """Return the default queue size: a round trip at the link's maximum rate, at least 64 packets."""
     best = max(rate for _, rate in capacity.series(seconds))
     return max(_MIN_QUEUE * packet_bytes(capacity, seconds), int(best * rtt_s))
 
 
 class Bottleneck:
-    """The queue before a link, and the clock of its events."""
+    """The queue before a link, and the clock for its events."""
 
     def __init__(self, capacity: Capacity, rtt_s: float, queue_bytes: int, packet: int, *, codel: bool) -> None:
-        """Begin empty; ``capacity`` is without slow start, ``rtt_s`` without the queue, ``codel`` as in `Sharing`."""
+        """Create an empty queue; ``capacity`` excludes slow start, ``rtt_s`` the queue; for ``codel`` see `Sharing`."""
         self.rtt_s, self.packet = rtt_s, packet
         self.now = 0.0
         self.dropped = 0
@@ -92,12 +93,12 @@ class Bottleneck:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._made = 0
         self._above_s: float | None = None
-        """End of the interval of excessive delay; None while the delay is acceptable."""
+        """End of the current interval of excessive delay; None while the delay is acceptable."""
         self._dropping, self._drops, self._drops_before, self._drop_s = False, 0, 0, -math.inf
         """``dropping``, ``count``, ``lastcount`` and ``drop_next`` of RFC 8289, section 5."""
 
     def at(self, when: float, what: Callable[[float], None]) -> None:
-        """Call ``what`` with the time at ``when``."""
+        """Call ``what`` at time ``when``, with the time."""
         heappush(self._events, (when, self._made, what))
         self._made += 1
 
@@ -126,7 +127,7 @@ class Bottleneck:
             self._serve(now)
 
     def _drop(self, packet: _Packet, now: float, behind: int) -> None:
-        """Notify the sender after ``behind`` bytes have been carried and acknowledged, or after a timeout."""
+        """Notify the sender once ``behind`` bytes were transferred and acknowledged, or after a timeout."""
         self.dropped += packet.size
         noticed_s = min(self._capacity.when(now, behind), now + _PROBE_S)
         self.at(noticed_s + self.rtt_s, partial(packet.sender.lost, packet))
@@ -140,7 +141,7 @@ class Bottleneck:
                 self._drop(packet, now, min(self._queued, _REORDERED * self.packet))
                 continue
             self._busy = True
-            # Aim slightly short: a rounding error must not move the end past an outage.
+            # Aim slightly short, so that a rounding error cannot move the end past an outage.
             self.at(self._capacity.when(now, packet.size - 0.25), partial(self._carried, packet))
 
     def _too_late(self, waited_s: float, now: float) -> bool:
@@ -170,10 +171,10 @@ class Bottleneck:
 
 
 class Sender:
-    """A publisher's end of one connection: window and pending data."""
+    """A publisher's end of a connection: its window and pending data."""
 
     def __init__(self, link: Bottleneck, window: float, *, grown: bool = False) -> None:
-        """Begin with a window in bytes; ``grown``: slow start is over."""
+        """Create with a window in bytes; ``grown`` is True if slow start is over."""
         self._link, self._window = link, max(window, float(link.packet))
         self._threshold = self._window if grown else math.inf
         self._in_flight = 0
@@ -185,13 +186,13 @@ class Sender:
         self._best = self._window
 
     def open(self, stream: Stream, now: float) -> None:
-        """Start to answer a request."""
+        """Start to send the answer to a request."""
         heappush(self._open, (stream.place(), self._opened, stream))
         self._opened += 1
         self._fill(now)
 
     def reorder(self, now: float) -> None:  # noqa: ARG002  # an event of the link
-        """Apply new ranks of plays."""
+        """Apply changed ranks of plays."""
         self._open = [(stream.place(), order, stream) for _, order, stream in self._open]
         heapify(self._open)
 
@@ -208,14 +209,14 @@ class Sender:
         """Handle the loss of a packet."""
         self._in_flight -= packet.size
         self._again.append(packet)
-        if packet.sent_s >= self._shrunk_s:  # otherwise the same congestion shrank the window already
+        if packet.sent_s >= self._shrunk_s:  # otherwise the same congestion has already shrunk the window
             self._best = self._window
             self._window = self._threshold = max(2.0 * self._link.packet, _BETA * self._window)
             self._shrunk_s = now
         self._fill(now)
 
     def _cubic(self, seconds: float) -> float:
-        """Return the window ``seconds`` after a loss: CUBIC's, and at least that of a standard sender."""
+        """Return the window ``seconds`` after a loss: CUBIC's, but at least that of a standard sender."""
         packet = self._link.packet
         best, rtt_s = self._best / packet, max(self._link.rtt_s, 1e-3)
         cubic = _CUBIC * (seconds - math.cbrt(best * (1.0 - _BETA) / _CUBIC)) ** 3 + best

@@ -1,11 +1,11 @@
-"""Paired comparison over the same plays: which policy is better, and is the difference significant?
+"""Paired comparison over the same plays: which policy is better, and if the difference is significant.
 
-The difference of regrets in each play cancels the effect of the link. Plays over one trace are dependent, so the
+Taking the difference of regrets in each play cancels the effect of the link. Plays over one trace are dependent, so the
 bootstrap draws whole traces.
 
-Interval widths do not decide significance, because a rare miss outweighs a hundred other plays. If two policies were
-equal, the sign of each trace's difference would be random. Signs are therefore drawn many times, for all pairs at once,
-and a difference must exceed the largest random one among all pairs (the step-down procedure of Westfall and Young).
+Significance is not decided by intervals, because a rare miss outweighs a hundred other plays. If two policies were
+equal, the sign of each trace's difference would be random. So signs are drawn many times, for all pairs together, and a
+difference must exceed the largest random difference among all pairs (the step-down procedure of Westfall and Young).
 With equal policies, 95 % of matrices then show no difference. Five traces are too few: five equal signs occur by chance
 once in sixteen times.
 """
@@ -26,11 +26,11 @@ Counts = npt.NDArray[np.int64]
 
 DRAWS = 4000
 MIN_TRACES = 6
-"""Minimum for a significant difference."""
+"""Minimum number of traces for a significant difference."""
 _SIGNIFICANCE = 0.05
 _TOLERANCE = 1e-9
 _ROUNDING = 1e-5
-"""Relative rounding error of a sum over drawn signs."""
+"""Relative rounding error of a sum over random signs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,22 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Versus:
-    """One policy against another, over plays of both."""
+    """One policy compared with another, over the plays that both have."""
 
     first: str
     second: str
     difference: Interval
-    """Mean regret of the first minus the second's; for this pair alone."""
+    """Mean regret of the first minus that of the second; the interval is for this pair alone."""
     wins: float
-    """Share of plays in which the first has less regret."""
+    """Fraction of plays in which the first policy has less regret."""
     losses: float
-    """Share of plays in which it has more regret."""
+    """Fraction of plays in which the first policy has more regret."""
     chance: float
-    """Probability of a random difference this large among all compared pairs."""
+    """Probability that chance causes a difference this large among all compared pairs."""
 
     @property
     def apart(self) -> bool:
-        """Whether the difference is significant."""
+        """True if the difference is significant."""
         return self.chance <= _SIGNIFICANCE
 
 
@@ -70,14 +70,15 @@ class Ranked:
     policy: str
     regret: Interval
     place: int
-    """1 for the best; shared with policies that do not differ significantly from the first of the place."""
+    """Place, 1 for the best; policies share it if they do not differ significantly from the first policy of the place.
+    """
     like: tuple[str, ...]
-    """Policies without a significant difference."""
+    """Policies that do not differ significantly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All pairs of policies of a matrix or a part of it."""
+    """All pairs of policies, for a matrix or a part of it."""
 
     plays: int
     traces: int
@@ -104,7 +105,7 @@ class Bootstrap:
     """Resamples traces with replacement, with the same seeded draws for all comparisons."""
 
     def __init__(self, traces: Sequence[str], *, seed: int = 0, draws: int = DRAWS) -> None:
-        """Draw the samples; ``traces``: the trace of every play."""
+        """Draw the samples; ``traces`` has the trace of every play."""
         names, self._of = np.unique(np.asarray(traces, dtype=object).astype(str), return_inverse=True)
         self.traces = len(names)
         dice = np.random.default_rng(seed)
@@ -112,12 +113,12 @@ class Bootstrap:
         self._plays = np.bincount(self._of, minlength=self.traces).astype(float)
 
     def means(self, values: Array) -> Array:
-        """Return the mean of ``values``, one per play, in every draw."""
+        """Return the mean of ``values``, which has one value per play, in every draw."""
         found: Array = (self._weights @ self.sums(values)) / (self._weights @ self._plays)
         return found
 
     def sums(self, values: Array) -> Array:
-        """Return the sum of ``values``, one per play, over each trace."""
+        """Return the sum of ``values``, which has one value per play, for each trace."""
         found: Array = np.bincount(self._of, weights=values, minlength=self.traces).astype(float)
         return found
 
@@ -156,19 +157,19 @@ def _versus(a: str, b: str, values: Mapping[str, Array], bootstrap: Bootstrap, c
 
 
 def _chances(differences: Sequence[Array], plays: int, seed: int) -> list[float]:
-    """Return each pair's probability of a random difference this large among all pairs.
+    """Return, for each pair, the probability that chance causes a difference this large among all pairs.
 
-    ``differences`` has, per pair, the sum of its differences over each trace.
+    ``differences`` has, for each pair, the sum of differences over each trace.
     """
     found = [1.0] * len(differences)
-    # Rounding errors between equal policies are not a difference.
+    # Rounding errors between equal policies do not count as differences.
     decided = [index for index, sums in enumerate(differences) if abs(sums.sum()) > _TOLERANCE * plays]
     if not decided:
         return found
     table = np.array([differences[index] / np.linalg.norm(differences[index]) for index in decided])
     seen = np.abs(table.sum(axis=1))
     drawn = np.abs(_signs(table.shape[1], seed) @ table.T.astype(np.float32))
-    # Step down from the largest: each must exceed only random differences among the remaining pairs.
+    # Step down from the largest difference: each must exceed only random differences among the remaining pairs.
     order = np.argsort(-seen, kind="stable")
     largest = np.maximum.accumulate(drawn[:, order[::-1]], axis=1)[:, ::-1]
     passed = (largest >= seen[order] * (1 - _ROUNDING)).sum(axis=0)

@@ -1,4 +1,4 @@
-"""A results folder: plays in an SQLite file, keyed by digest; the matrix's axes; and the totals."""
+"""A results folder: plays in an SQLite file by digest, the matrix's axes, and the totals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 SCHEMA = 1
 _MAX_LINE = 1 << 16
 _PATIENCE_S = 60.0
-"""Another writer in the same folder locks the file for seconds at a time."""
+"""Seconds to wait for the file if another process has locked it."""
 
 Line = dict[str, Any]
 
@@ -47,7 +47,7 @@ _FLAGS = ("met", "feasible", "wrapped")
 
 
 class PlayStore:
-    """Lines of results by key and start. A context manager; `commit` and leaving it write to disk.
+    """Lines of results by key and start. A context manager; leaving it, or `commit`, writes to disk.
 
     Raises:
         AssetError: The file cannot be opened, or is not a store of this version.
@@ -154,7 +154,7 @@ def save_axes(folder: Path, axes: Mapping[str, Any]) -> None:
 
 
 def load_matrix(folder: Path) -> LabMatrix:
-    """Rebuild the matrix of a folder, reading its traces and assets again.
+    """Rebuild the matrix of a folder; its traces and assets are read again.
 
     Raises:
         AssetError: This is not a results folder.
@@ -189,7 +189,7 @@ def _absolute(path: str) -> str:
 
 
 def _from_here(policy: str) -> str:
-    """Return a policy's name relative to this folder, if its file is in it."""
+    """Return a policy's name, relative to the current folder if its file is in it."""
     path, colon, rest = policy.partition(":")
     if colon and path.endswith(".py") and Path(path).is_relative_to(Path.cwd()):
         return f"./{Path(path).relative_to(Path.cwd())}{colon}{rest}"

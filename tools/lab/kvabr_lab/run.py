@@ -1,6 +1,6 @@
-"""Play the missing plays of a matrix in parallel processes, then collect every line.
+"""Plays the missing plays of a matrix in parallel processes, then collects every line.
 
-Lines are stored on arrival, so an interrupted run can continue.
+Lines are stored as they arrive, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvabr_lab.matrix import Cell, LabMatrix
 from kvabr_lab.results_folder import Line, PlayStore
 
 _CHUNK = 48
-"""Plays per batch: enough to outweigh its overhead, few enough to keep all processes busy."""
+"""Number of plays per batch: enough to outweigh the overhead, few enough to keep all processes busy."""
 _COMMIT_S = 2.0
 
 Progress = Callable[[int], None]
@@ -27,7 +27,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class PlayBatch:
-    """Some starts of one trace in one cell, with the policies still to play."""
+    """Some starts of one trace in one cell, with the policies that must still play them."""
 
     cell: int
     trace: int
@@ -40,12 +40,12 @@ class PlayedMatrix:
 
     cells: tuple[Cell, ...]
     lines: list[list[Line]]
-    """Per cell, one line per play: by trace, start and policy, in the matrix's order."""
+    """For each cell, one line per play: by trace, start and policy, in the matrix's order."""
     fresh: int
 
 
 class Keys:
-    """The store's key of every play; the starts of a trace share one."""
+    """The store's key of every play. All starts of a trace have the same key."""
 
     def __init__(self, matrix: LabMatrix) -> None:
         self._traces = [digests.of_trace(trace) for trace in matrix.traces]
@@ -68,11 +68,12 @@ def run(
 ) -> PlayedMatrix:  # fmt: skip
     """Play a matrix; stored plays are not repeated.
 
-    With one job (None: one per core), play in this process. ``progress`` receives the plays finished since its last
-    call; ``planned`` the number of missing plays and of all plays, once.
+    ``jobs`` is the number of processes (None: one per core); with 1, this process plays. ``progress`` is called with
+    the number of plays finished since its last call; ``planned`` once, with the numbers of missing plays and of all
+    plays.
 
     Raises:
-        PolicyError: A policy raised, returned nonsense or did not return; earlier plays are kept.
+        PolicyError: A policy raised an error, returned an invalid decision or did not return; earlier plays are kept.
         PlayError: A worker process died; earlier plays are kept.
     """
     cells = tuple(matrix.cells())
@@ -122,7 +123,7 @@ def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlaySto
             wanting: dict[int, list[str]] = {}
             for policy in matrix.policies:
                 found = store.get(keys.key(cell, trace, policy), count)
-                # The folder may name a policy file by another path.
+                # In this folder, a policy file may have another path.
                 known[place, trace, policy] = {start: line | {"policy": policy} for start, line in found.items()}
                 for start in range(count):
                     if start not in found:
@@ -137,7 +138,7 @@ _Found = dict[str, dict[int, Line]]
 
 
 class _Player:
-    """Keeps the last cell's player, because batches are ordered by cell."""
+    """Keeps the player of the last cell, as batches are ordered by cell."""
 
     def __init__(self, matrix: LabMatrix, cells: Sequence[Cell]) -> None:
         self._matrix, self._cells = matrix, cells

@@ -1,4 +1,4 @@
-"""Rivals: selectors of other systems, and bounds, for comparison with `kvabr.blend`."""
+"""Selectors of other systems, and bounds, for comparison with `kvabr.blend`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvabr.blend.selection import Selection, Selector, by_passage, needed
 
 
 class HkvdSelector(Selector):
-    """Tokens with the largest KV changes in layer 1 after a full layer 0 (CacheBlend, arXiv:2405.16444)."""
+    """Selects tokens with the largest KV changes in layer 1 after a full layer 0 (CacheBlend, arXiv:2405.16444)."""
 
     needs = frozenset({"deviation"})
 
@@ -18,15 +18,15 @@ class HkvdSelector(Selector):
 
 
 class LegoLinkSelector(Selector):
-    """The first tokens of each passage, which were attention sinks when it was computed (EPIC, arXiv:2410.15332)."""
+    """Selects the first tokens of passages, which were attention sinks when computed (EPIC, arXiv:2410.15332)."""
 
     def scores(self, prompt: Selection) -> torch.Tensor:
-        """Return how early each token is in its passage."""
+        """Return a score that falls with the token's position in its passage."""
         return by_passage(prompt, [-torch.arange(float(end - first)) for first, end in prompt.passages])
 
 
 class RandomSelector(Selector):
-    """Random but reproducible tokens, as a baseline."""
+    """Selects random but reproducible tokens, as a baseline."""
 
     def scores(self, prompt: Selection) -> torch.Tensor:
         """Return seeded random numbers."""
@@ -34,7 +34,7 @@ class RandomSelector(Selector):
 
 
 class OracleSelector(Selector):
-    """Tokens with the most costly errors, from the exact cache: a bound for benchmarks."""
+    """Selects the tokens with the most costly errors, given the exact cache: a bound for benchmarks."""
 
     needs = frozenset({"exact"})
 

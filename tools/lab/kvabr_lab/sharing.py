@@ -1,8 +1,8 @@
-"""Several plays over one link with a queue, packet by packet: the cost of sharing and long queues.
+"""Simulates several plays over one link with a queue, packet by packet, to measure the cost of sharing and queues.
 
-Unlike in `Simulator`, senders that do not know the trace send through a bottleneck's queue (`kvabr_lab.packets`). Each
-play has another prompt. Plays belong to one client each, or share one client: its connection, estimates of the link,
-and order of requests, as in `kvabr.Client`. A connection's window begins with ten packets plus the bytes of the lookup.
+Unlike in `Simulator`, senders do not know the trace, and send through the queue of a bottleneck (`kvabr_lab.packets`).
+Each play has another prompt. Plays have separate clients, or share a client with its connection, estimates of the link,
+and order of requests, as in `kvabr.Client`. A connection's initial window is ten packets plus the bytes of the lookup.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Sharing:
     """How plays share a link."""
 
     rivals: int = 0
-    """Further plays of the same policy that begin at the same time."""
+    """Number of further plays of the same policy that begin at the same time."""
     queue_bytes: int | None = None
-    """None: one round trip at the trace's maximum rate, at least 64 packets."""
+    """Queue size in bytes; None: one round trip at the trace's maximum rate, at least 64 packets."""
     codel: bool = False
-    """Whether packets that waited too long are dropped; otherwise only when the queue is full."""
+    """True if packets that waited too long are also dropped; False: only if the queue is full."""
     one_connection: bool = False
-    """Whether all plays share one client and its connection."""
+    """True if all plays share one client and its connection."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rivals <= _MAX_RIVALS:
@@ -120,7 +120,7 @@ class _Answer(Stream):
         self.request, self.received = request, 0
         self.last_received_s = 0.0
         self.seen = False
-        """Whether the session knows of its first byte."""
+        """True once the first byte was reported to the session."""
         self._player = player
 
     def place(self) -> int:
@@ -134,7 +134,7 @@ class _Answer(Stream):
 
 
 class SharedClient:
-    """State shared by a client's plays; see `kvabr.client.runner` for the order."""
+    """State that the plays of a client share; for the order see `kvabr.client.runner`."""
 
     def __init__(self, link: Bottleneck, sender: Sender) -> None:
         self.bandwidth = SharedLink(clock=lambda: link.now)
@@ -142,10 +142,10 @@ class SharedClient:
         self._schedule: EdfScheduler[Player] = EdfScheduler()
         self._tardy: set[Player] = set()
         self._received_s: dict[int, float] = {}
-        """Time of the last bytes of each rank."""
+        """Time of the last received bytes by rank."""
 
     def enter(self, player: Player, due_s: float) -> None:
-        """Add a play due at ``due_s``; afterwards, other plays go first."""
+        """Add a play due at ``due_s``; plays due later give way to it."""
         self._schedule.add(player, due_s)
         self._link.at(due_s, partial(self._late, player))
 
@@ -166,7 +166,7 @@ class SharedClient:
         self._received_s[stream.place()] = now
 
     def held_by_priority(self, stream: _Answer) -> bool:
-        """Return whether a stream is idle because streams of at least equal urgency receive bytes."""
+        """Return True if a stream is idle only because streams of at least the same urgency receive bytes."""
         since_s = max(stream.last_received_s, self._link.now - TURN_S)
         place = stream.place()
         return any(other <= place and at_s > since_s for other, at_s in self._received_s.items())
@@ -183,12 +183,12 @@ class SharedClient:
 
 
 class Player:
-    """A play: session, decoders, engine and requests."""
+    """A play, with its session, decoders, engine and requests."""
 
     def __init__(
         self, session: Session, machine: Machine, link: Bottleneck, sender: Sender, client: SharedClient | None
     ) -> None:
-        """Prepare a play of a fresh session; ``client`` is state shared with other plays, if any."""
+        """Prepare a play with a new session; ``client`` is state shared with other plays, or None."""
         self.session, self._machine, self._link, self._sender, self._client = session, machine, link, sender, client
         self._streams: dict[int, _Answer] = {}
         self._fresh: list[_Answer] = []
@@ -200,7 +200,7 @@ class Player:
         self._obey(self.session.actions(), 0.0)
 
     def next_s(self) -> float:
-        """Return the next time at which the session needs a report of something other than the link."""
+        """Return the next time at which the session must be informed of something other than the link."""
         timer = self.session.next_timer()
         return self._machine.next_s() if timer is None else min(timer, self._machine.next_s())
 
@@ -209,7 +209,7 @@ class Player:
         return priority if self._client is None else self._client.place(self, priority)
 
     def receive(self, stream: _Answer, size: int, now: float) -> None:
-        """Handle bytes of a stream."""
+        """Handle received bytes of a stream."""
         if stream.request.request not in self._streams:
             self.ghost_bytes += size
             return
@@ -221,7 +221,7 @@ class Player:
             self._fresh.append(stream)
 
     def update(self, now: float) -> None:
-        """Report everything up to ``now`` to the session, and obey it."""
+        """Report everything up to ``now`` to the session, and execute its actions."""
         session = self.session
         timer = session.next_timer()
         due = timer is not None and timer <= now + EPSILON
@@ -280,11 +280,11 @@ class SharedPlays:
         Args:
             sharing: How they share the link.
             capacity: The link without slow start.
-            rtt_s: Without the queue.
-            deadline_s: Of the plays.
-            window: Initial bytes in flight of a connection.
-            lookup_bytes: Bytes of each play's catalog, which have opened its connection's window.
-            slow_start: False for connections with windows that fill the link.
+            rtt_s: Round trip time without the queue.
+            deadline_s: Deadline of the plays.
+            window: Initial window of a connection in bytes.
+            lookup_bytes: Bytes of each play's catalog, which have already opened its connection's window.
+            slow_start: False for connections with windows that already fill the link.
         """
         usual = queue_bytes(capacity, rtt_s, deadline_s)
         packet = packet_bytes(capacity, deadline_s)
@@ -308,8 +308,8 @@ class SharedPlays:
     ) -> Session:
         """Add a play of the session that ``build`` returns, and return that session.
 
-        ``build`` receives a function that converts an estimator of the link to one of the play's share; ``machine``
-        returns the decoders and the engine.
+        ``build`` is called with a function that converts an estimator of the link to an estimator of the play's share
+        of it; ``machine`` returns the decoders and the engine.
         """
         left = ExitStack()
         sender, client = self._shared or (self._sender(1), None)
@@ -327,7 +327,7 @@ class SharedPlays:
         return session
 
     def run(self) -> None:
-        """Play until all plays are over; raises the `PolicyError` of a session."""
+        """Run until all plays have ended; raise the `PolicyError` of a session."""
         link = self.link
         for player in self.players:
             player.start()

@@ -28,12 +28,12 @@ def cause_title(cause: str) -> str:
 
 
 def interval(ends: list[float] | None) -> str:
-    """Return a 95 % interval of a regret as text."""
+    """Format the 95 % interval of a regret."""
     return DASH if ends is None else f"{short(ends[0], 2)}{DASH}{short(ends[1], 2)}"
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """Return a regret or loss with ``digits`` significant digits, at most five decimal places."""
+    """Format a regret or loss with ``digits`` significant digits and at most five decimal places."""
     if value is None:
         return DASH
     if abs(value) < 5e-6:
@@ -129,7 +129,7 @@ def _side_by_side(
 
 
 def apart_table(result: dict[str, Any]) -> Table | None:
-    """Return the results of infeasible plays, if any."""
+    """Return the results of infeasible plays; None if there are none."""
     lines = {policy: line["apart"] for policy, line in result["summary"].items()}
     if not any(line["plays"] for line in lines.values()):
         return None
@@ -148,7 +148,7 @@ def apart_table(result: dict[str, Any]) -> Table | None:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Describe the leading policy, its lead, and the policies not significantly different; without oracles."""
+    """Return a sentence on the leading policy, its lead, and policies without a significant difference; no oracles."""
     everyone = result["comparison"]["ranking"]
     if not everyone:
         return "No play was feasible for every policy: nothing can be compared."

@@ -1,4 +1,4 @@
-"""Totals of a matrix: per cell, policy and family (the result as JSON), and along each axis (for tables)."""
+"""Totals of a matrix: per cell, policy and family (for the JSON result), and along each axis (for tables)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
 
 
 def comparison(lines: Sequence[Line], where: Sequence[int]) -> Comparison:
-    """Compare policies, paired over the feasible plays that all of them played; ``where``: each play's cell."""
+    """Compare policies, paired over the feasible plays that all policies have; ``where`` has each play's cell."""
     table: dict[tuple[int, str, float], dict[str, float]] = {}
     for line, place in zip(lines, where, strict=True):
         if line["feasible"]:
@@ -111,7 +111,7 @@ def _per_policy(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _more(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return the entries missing in a replay's summary: intervals, the second bound, causes, infeasible plays."""
+    """Return the entries that a replay's summary does not have: intervals, second bound, causes, infeasible plays."""
     feasible = [line for line in lines if line["feasible"]]
     network = [line for line in lines if line["network_regret"] is not None]
     hopeless = [line for line in lines if not line["feasible"]]
@@ -150,7 +150,7 @@ def _interval(lines: Sequence[Line], name: str) -> list[float] | None:
 
 @lru_cache(maxsize=4)
 def _bootstrap(traces: tuple[str, ...]) -> Bootstrap:
-    """Return a bootstrap; policies with the same plays share its draws."""
+    """Return a bootstrap; policies with the same plays use the same draws."""
     return Bootstrap(traces)
 
 
@@ -202,7 +202,7 @@ def _number(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A policy at one value of an axis; feasible plays only."""
+    """A policy at one value of an axis, over feasible plays only."""
 
     plays: int
     regret: float | None
@@ -222,7 +222,7 @@ class Cut:
 
 
 def cuts(played: PlayedMatrix, policies: Sequence[str]) -> list[Cut]:
-    """Cut the plays along every axis with several values, families first."""
+    """Cut the plays along every axis that has several values, families first."""
     rows = [(cell, line) for cell, lines in zip(played.cells, played.lines, strict=True) for line in lines]
     axes: list[tuple[str, Callable[[Cell, Line], str]]] = [
         ("trace family", lambda _, line: str(line["trace_family"])),

@@ -1,9 +1,9 @@
-"""Search the declared parameters of a policy, with cross-validation over trace families of equal weight.
+"""Searches the declared parameters of a policy, with cross-validation over trace families of equal weight.
 
-The search starts from points spread evenly over the declared ranges (a scrambled Sobol sequence) and the default. Then
-each fold samples around its own best point, in ever smaller steps, and plays its held-out family only after its choice.
-One more fold without a held-out family makes the recommendation; since its own score uses the plays that selected it,
-the reported score is the cross-validated one.
+The search starts from the default, and points spread evenly over the declared ranges (a scrambled Sobol sequence). Then
+each fold samples around its own best point, in smaller and smaller steps, and plays its held-out family only after its
+choice. A further fold without a held-out family makes the recommendation. As its own score uses the plays that selected
+it, the reported score is the cross-validated one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvabr_lab.run import Progress, run
 Scores = Mapping[str, Mapping[str, float]]
 
 _LOCAL_WIDTH = 0.15
-"""Width of the first local round, as a share of the range; halved every round."""
+"""Width of the first local round, as a fraction of the range; it is halved every round."""
 _ROUNDING = 1e-9
 
 
@@ -35,11 +35,11 @@ class Fold:
     held_out: str
     chosen: str
     inside: float
-    """The choice's mean regret on the other families."""
+    """Mean regret of the choice on the other families."""
     outside: float
-    """Its mean regret on the held-out family."""
+    """Mean regret of the choice on the held-out family."""
     default_outside: float
-    """The default's mean regret there."""
+    """Mean regret of the default on the held-out family."""
 
 
 def mean_over(scores: Mapping[str, float], families: Iterable[str]) -> float:
@@ -49,7 +49,7 @@ def mean_over(scores: Mapping[str, float], families: Iterable[str]) -> float:
 
 
 def choose(scores: Scores, families: Sequence[str], default: str) -> str:
-    """Return the candidate of least mean regret over these families; ties go to the default."""
+    """Return the candidate with the lowest mean regret over these families; if equal, the default."""
     best = default
     for candidate in scores:
         if mean_over(scores[candidate], families) < mean_over(scores[best], families) - 1e-12:
@@ -64,13 +64,13 @@ def others(families: Sequence[str], held_out: str | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The size of a search."""
+    """Size of a search."""
 
     points: int = 16
-    """In the first round, in addition to the default."""
+    """Number of points in the first round, in addition to the default."""
     rounds: int = 2
     near: int = 4
-    """Points per local round and fold."""
+    """Number of points per local round and fold."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -86,33 +86,33 @@ class Tuned:
     parameters: dict[str, Parameter]
     default: str
     chosen: str
-    """The best over all families."""
+    """The best candidate over all families."""
     folds: tuple[Fold, ...]
     gain: Interval
     """Regret of the default minus that of each fold's choice, on held-out families."""
     default_regret: float
-    """Mean over families."""
+    """Mean regret of the default over families."""
     held_out_regret: float
     """Mean regret of the folds' choices, each on its held-out family."""
     inside_regret: float
     """Mean regret of the recommendation, on the plays that selected it."""
     left_out: tuple[str, ...]
-    """Families without a feasible play."""
+    """Families that have no feasible play."""
     candidates: int
     plays: int
 
     @property
     def won(self) -> bool:
-        """Whether the gain on held-out families is significant."""
+        """True if the gain on held-out families is significant."""
         return self.gain.low > _ROUNDING
 
     def values(self, name: str) -> dict[str, float]:
-        """Return every parameter's value of a candidate."""
+        """Return the values of all parameters of a candidate."""
         given = parse(name.removeprefix(f"{self.policy}:")) if name != self.policy else {}
         return {key: given.get(key, parameter.default) for key, parameter in self.parameters.items()}
 
     def verdict(self) -> str:
-        """Describe the outcome in one sentence."""
+        """Return the outcome as a sentence."""
         if self.chosen == self.default:
             return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
         if abs(self.gain.mean) <= _ROUNDING and self.gain.high - self.gain.low <= _ROUNDING:
@@ -171,9 +171,10 @@ def tune(
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Tune one policy over a matrix of at least two trace families; the matrix's own policies are ignored.
+    """Tune a policy over a matrix of at least two trace families; the policies in the matrix are ignored.
 
-    ``progress`` receives the plays finished since its last call, ``notify`` a description of each step.
+    ``progress`` is called with the number of plays finished since its last call, ``notify`` with a description of each
+    step.
 
     Raises:
         UsageError: The policy declares no parameters, or fewer than two families have feasible plays.

@@ -1,7 +1,7 @@
-"""The cost of joining passages: every base, selector, share and track on the same prompts, against the full prefill.
+"""The loss from joining passages: every base, selector, share and track on the same prompts, compared with prefill.
 
-Recipes of a prompt run together to share caches. Times are processor times including selection, recomputation and the
-question, as shares of a full prefill of the same prompt in the same run.
+All recipes for a prompt run together to share caches. Times are processor times of selection, recomputation and the
+question, as fractions of a full prefill of the same prompt in the same run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvabr_lab.bench.contexts import token_key
 from kvabr_lab.bench.schemes import TrackScheme, sources
 
 EXACT_TRACK = "FP16"
-"""Uncoded caches."""
+"""Track for uncoded caches."""
 SHARES = (0.05, 0.15, 0.3)
 SELECTORS = ("question-peaks", "question", "question-value", "order", "hkvd", "legolink", "random", "oracle")
 TRACKS = ("AC-L0", "AC-L1", "AC-L2")
 LMCACHE = "lmcache"
-"""LMCache's rule: keys alone, squared distance in layer 1, one set of tokens, 15 %."""
+"""LMCache's rule: keys alone, squared distance in layer 1, one selection of tokens, 15 %."""
 _MAIN = 0.15
 
 Row = dict[str, Any]
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class KeyDeviationSelector(Selector):
-    """LMCache's CacheBlend: tokens with the largest changes of layer 1 keys after a full layer 0."""
+    """LMCache's CacheBlend: tokens with the largest changes of layer 1 keys after recomputing layer 0 completely."""
 
     needs = frozenset({"deviation"})
 
@@ -50,10 +50,10 @@ class KeyDeviationSelector(Selector):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to build a prompt's cache from those of its passages."""
+    """One way to build a prompt's cache from the caches of its passages."""
 
     base: str
-    """Context of the passages' computation: ``alone``, ``neutral`` or ``mean``."""
+    """How the passages were computed: ``alone``, ``neutral`` (after a neutral text) or ``mean`` (over contexts)."""
     selector: str = ""
     """Name for `load_selector`; empty: no recomputation."""
     share: float = 0.0
@@ -74,7 +74,7 @@ class Recipe:
 
 
 def recipes(selectors: Sequence[str], shares: Sequence[float], tracks: Sequence[str]) -> list[Recipe]:
-    """Return the recipes to compare: bases, selectors on the mean, peers on caches computed alone, and tracks."""
+    """Return the recipes to compare: every base, selector, share and track, and other systems on their usual caches."""
     first = selectors[0]
     out = [Recipe(base) for base in ("alone", "neutral", "mean")]
     out += [Recipe("mean", selector, share) for selector in selectors for share in shares]
@@ -92,15 +92,15 @@ class FusionLab:
 
     engine: TransformersBlendEngine
     contexts: Sequence[Sequence[int]]
-    """Contexts of the mean; the first is the neutral one."""
+    """Contexts to average over; the first is the neutral text."""
     held_out: Sequence[Sequence[int]]
-    """For measuring the publisher's order."""
+    """Contexts for measuring the publisher's order."""
     following: Sequence[int]
-    """Text after a passage in that measurement."""
+    """Token ids that follow a passage in that measurement."""
     profile: Profile | None = None
 
     def key(self, prompt: FusedPrompt, recipe: Recipe) -> str:
-        """Return a key of all inputs of a result."""
+        """Return a key that covers all inputs of a result."""
         made = [sources(room) for room in ("blend", "codec", "publish", "engines", "lab")]
         behind = token_key(
             [token for part in (*self.contexts, *self.held_out, self.following) for token in (*part, -1)]
@@ -111,7 +111,7 @@ class FusionLab:
 
 @dataclass
 class FusedCase:
-    """A prompt during measurement; computes shared data once."""
+    """A prompt that is being measured; data that recipes share is computed once."""
 
     lab: FusionLab
     prompt: FusedPrompt
@@ -133,11 +133,11 @@ class FusedCase:
 
     @property
     def _scored(self) -> list[int]:
-        """Rows begin after the question's last token, which is therefore not cached."""
+        """Token ids to score. The first is the question's last token, which is therefore not cached."""
         return [self.prompt.question[-1], *self.prompt.tail]
 
     def measure(self, recipe: Recipe) -> Row:
-        """Return a recipe's ``kl``, ``top1``, values of `_answer`, ``work`` and ``time``."""
+        """Return a recipe's ``kl``, ``top1``, results of `_answer`, ``work`` and ``time``."""
         full, full_s = self._full
         if recipe.selector:
             fused, spent_s, work = self._recomputed(recipe)
@@ -161,10 +161,11 @@ class FusedCase:
         return {"kl": 0.0, "top1": 1.0, **answer, "work": 1.0, "time": 1.0, "full_s": self._full[1]}
 
     def _answer(self, kv: torch.Tensor) -> Row:
-        """Return the certainty of the answer to a code question, nats.
+        """Return how certain the answer to a code question is, in nats.
 
-        ``found``: whether greedy decoding returns the code. ``gap``: minimum log-likelihood advantage of its tokens
-        over the best alternatives. ``margin``: advantage of the code over the prompt's likeliest other code.
+        ``found``: True if greedy decoding returns the code. ``gap``: minimum advantage in log-likelihood of the code's
+        tokens over the best alternatives. ``margin``: advantage of the code over the most likely other code in the
+        prompt.
         """
         if self.prompt.kind != "codes":
             return {}
@@ -176,7 +177,7 @@ class FusedCase:
         return {"found": gap > 0, "gap": gap, "margin": margin}
 
     def _likelihoods(self, kv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities after all ``tokens`` but the last, and those of the following tokens."""
+        """Return log-probabilities after all ``tokens`` but the last, and those of the tokens that follow."""
         rows = self.lab.engine.score(kv[:, :, :, :-1], tokens)[:-1]
         return rows, rows.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
 
@@ -225,7 +226,7 @@ class FusedCase:
         return token_costs(self.lab.engine, exact, kv, [*self.prompt.question, *self.prompt.tail])
 
     def _caches(self, base: str) -> list[torch.Tensor]:
-        """Return the passages' position-free caches; the neutral context's are part of the mean."""
+        """Return the passages' position-free caches; the cache after the neutral context is reused for the mean."""
         if base not in self._bases:
             engine, passages, contexts = self.lab.engine, self.prompt.passages, self.lab.contexts
             if base == "alone":

@@ -1,4 +1,4 @@
-"""The fusion loss of a model, for the catalogs of its passages, from a few prompts of `kvabr bench blend`."""
+"""Measures the fusion loss of a model, for catalogs of its passages, with a few prompts of `kvabr bench blend`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvabr_lab.bench.blend_prompts import Kind, make_prompts
 from kvabr_lab.paired import Bootstrap, Interval
 
 BASES = {"mean": "mean", "behind": "neutral", "alone": "alone"}
-"""Names of `PassageNotes.base`, with those of the bench."""
+"""Values of `PassageNotes.base`, with the bench's names for them."""
 SHARES = (0.0, 0.05, 0.15, 0.3)
 _PROMPTS = 6
-"""Of each kind: a continued text, and an entry of one of five manual pages."""
+"""Number of prompts of each kind: a continued text, and an entry of one of five manual pages."""
 _KINDS: tuple[Kind, ...] = ("text", "facts")
 _PASSAGE, _MIN_PASSAGE = 256, 32
 _AROUND = 320
-"""Tokens of a prompt outside its passages, at most; and passages of one."""
+"""Maximum tokens of a prompt outside its passages; and the number of passages."""
 _PASSAGES = 5
 _SEED = 11
-"""Differs from the bench's."""
+"""Seed of the prompts, other than that of the bench."""
 
 
 def measure_model(
@@ -37,10 +37,10 @@ def measure_model(
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
     base: str = "mean",
 ) -> tuple[FusionLosses, list[Interval]]:
-    """Measure the loss added by a passage in a prompt of four or five, by recomputed share, with 95 % intervals.
+    """Measure the loss that a passage adds to a prompt of four or five passages, with 95 % intervals, by share.
 
-    Passages are means over contexts, from other texts than the prompts; the default selector chooses the tokens.
-    ``base``: see `BASES`.
+    The share is that of recomputed tokens, which the default selector chooses. Passages are from other texts than the
+    prompts. ``base`` is a key of `BASES`.
 
     Raises:
         ModelError: The model's caches cannot be joined; the message gives the reason.

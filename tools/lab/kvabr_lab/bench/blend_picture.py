@@ -1,4 +1,4 @@
-"""The picture of `kvabr bench blend` as SVG: loss over work by kind of prompt, and the share of codes not found."""
+"""The chart of `kvabr bench blend` as SVG: loss over work by kind of prompt, and the share of codes not found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLES = {"text": "Going on with a text", "facts": "One entry of five manuals",
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Return the picture of a bench's results, uncoded caches only.
+    """Return the chart of a bench's results, for uncoded caches only.
 
     Raises:
         FormatError: No results to draw.

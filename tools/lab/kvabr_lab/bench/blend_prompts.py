@@ -1,8 +1,8 @@
-"""Prompts of several passages, of three kinds, because a good choice of tokens depends on the task.
+"""Prompts of several passages. There are three kinds, since a good choice of tokens depends on the task.
 
 ``text`` continues a text. ``facts`` asks for one entry of one invented manual page, among pages with some common
-options of different values. ``codes`` asks for one of several six-digit codes, one per passage, in the same sentence
-with other place names.
+options of different values. ``codes`` asks for one of several six-digit codes, one per passage, in sentences that
+differ only in place names.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Kind = Literal["text", "facts", "codes"]
 KINDS: tuple[Kind, ...] = ("text", "facts", "codes")
 
 BEGINNING = "You are a careful assistant. Use the passages below where they help.\n\n"
-"""Start of every prompt; its cache is exact, as for a prefix that is played or computed."""
+"""Start of every prompt. Its cache is exact, as for a prefix that is played or computed."""
 _PIECES = 4
 _PASSAGES = 5
 _FOLLOWING, _ASKED = 96, 32
-"""Scored tokens of a text, and tokens before them that represent the question."""
+"""Number of scored tokens of a text, and of the tokens before them that represent the question."""
 _PLACES = (
     *("the north gate", "the boiler room", "the harbour crane", "the reading hall", "the seed vault"),
     *("the radio mast", "the east lift", "the pump house", "the wine cellar", "the signal box"),
@@ -41,13 +41,13 @@ class FusedPrompt:
     kind: Kind
     index: int
     beginning: tuple[int, ...]
-    """Exact tokens before the passages."""
+    """Tokens before the passages, computed exactly."""
     passages: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
     tail: tuple[int, ...]
-    """Scored tokens; for ``codes``, those of the code."""
+    """Tokens to score; for ``codes``, those of the code."""
     others: tuple[tuple[int, ...], ...] = ()
-    """For ``codes``: the other, wrong codes."""
+    """For ``codes``: the other codes, which are wrong."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class FusedPrompt:
 def make_prompts(
     model: TextModel, texts: Mapping[str, str], kind: Kind, count: int, *, size: int = 256, seed: int = 0
 ) -> list[FusedPrompt]:
-    """Return prompts of one kind with passages of ``size`` tokens; the first ones do not depend on ``count``.
+    """Return ``count`` prompts of a kind with passages of ``size`` tokens; a larger count only adds prompts.
 
     Raises:
         UsageError: The texts are too short, or a passage is too small for its planted content.
@@ -117,7 +117,7 @@ def _facts(model: TextModel, dice: random.Random, size: int) -> _Parts:
     pages = [ManualPage(dice) for _ in range(_PASSAGES)]
     page = dice.choice(pages)
     question, answer = dice.choice(page.answers)
-    # Entries are in random order, so that a page of any length has some of them.
+    # Entries are in random order, so that a page cut to any length has some of them.
     passages = [model.encode(page.text)[:size] for page in pages]
     return passages, *_split(model, f"\n\nQuestion: {question}\nAnswer:", f" {answer}\n"), []
 
@@ -149,10 +149,10 @@ def _piece(dice: random.Random, texts: Mapping[str, list[int]], tokens: int) -> 
 
 
 def _split(model: TextModel, question: str, answer: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the tokens of the question and of the answer, which may begin with its own space."""
+    """Return the tokens of the question and of the answer, which may start with a separate space token."""
     asked, whole = model.encode(question), model.encode(question + answer)
     same = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
-    # Some tokenizers separate the space before a number. It carries no information.
+    # Some tokenizers separate the space before a number. This token carries no information.
     while same + 1 < len(whole) and model.encode(" ")[:1] == whole[same : same + 1]:
         same += 1
     return whole[:same], whole[same:]

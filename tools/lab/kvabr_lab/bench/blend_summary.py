@@ -1,4 +1,4 @@
-"""Results of `kvabr bench blend`: means with 95 % intervals over prompts, and ratios of the same prompts."""
+"""Results of `kvabr bench blend`: means with 95 % intervals over prompts, and ratios over the same prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles calibrated by a bench as in `kvabr calibrate`, and kept in its work folder."""
+"""Profiles that a bench calibrates like `kvabr calibrate`, and keeps in its work folder."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class CalibrationPlan:
 
     contexts: int
     tokens: int | None = None
-    """Of each; None: as in `kvabr calibrate`."""
+    """Tokens per context; None: as in `kvabr calibrate`."""
     target: Target | None = None
     scales: Sequence[float] = (1.0,)
-    """Factors of all steps; each gives a profile, and points on the curve."""
+    """Factors of all steps. Each factor gives a profile, and points on the curve."""
 
     def key(self, spec: KVSpec) -> str:
-        """Return 16 hex digits of all inputs of the profiles."""
+        """Return 16 hex digits that depend on all inputs of the profiles."""
         target = None if self.target is None else [self.target.kl, self.target.track]
         said = [spec.digest().hex(), self.contexts, self.tokens, target, sources("codec"), sources("publish")]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
@@ -46,7 +46,7 @@ def profiles(
     progress: Progress = lambda _stage, _done, _all: None,
     notify: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Profile]:
-    """Return profiles by label, from the work folder or newly calibrated.
+    """Return profiles by label, read from the work folder or calibrated.
 
     ``progress`` receives the stages of `kvabr.publish.calibrate.calibrate`, ``notify`` results of the search for steps.
 

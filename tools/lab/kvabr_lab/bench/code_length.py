@@ -1,4 +1,4 @@
-"""The symbols that a coder writes of a group, and the length of their ideal code."""
+"""The symbols that a coder writes for a group, and the length of an ideal code for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvabr.types.errors import FormatError
 
 
 def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> float:
-    """Return the code length of a group's indices under the model's own tables, with flags and 16 bits per escape."""
+    """Return the ideal code length in bits of a group's indices under the model's tables, with flags and escapes."""
     index, base = check_indices(model, index, below)
     values, context = conditioned(index, base)
     cost = -np.log2(np.maximum(model.freqs, 1) / TOTAL)
@@ -50,12 +50,12 @@ def contexts_of(below: Index) -> NDArray[np.int64]:
 
 
 def signs_of(below: Index) -> NDArray[np.int64]:
-    """Return the sign of the index below: values are coded as if it was not negative."""
+    """Return the sign of the index below: values are coded as if that index was not negative."""
     return np.where(below < 0, -1, 1)
 
 
 def flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray[np.int64]:
-    """Return the probability of a set flag, [row]."""
+    """Return the probability of a set flag for each row, [row]."""
     chance: NDArray[np.int64] = model.flag_freq[0].astype(np.int64)
     if below is not None:
         chance = np.where((below[:, tile] != 0).any(axis=1), model.flag_freq[1], chance)
@@ -65,7 +65,7 @@ def flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray[
 def symbols_of(
     model: CoderModel, row: int, values: NDArray[np.int64], context: NDArray[np.int64], freqs: NDArray[np.uint16]
 ) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
-    """Return the symbols of one row, and the escaping values."""
+    """Return the symbols of one row, and the values that are escaped."""
     which = model.row_class[row]
     radius = int(model.radius[which])
     symbols = np.where(np.abs(values) <= radius, values + radius, 2 * radius + 1)

@@ -40,19 +40,19 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Timing:
-    """Speed of a track of a cache on one path of the coder."""
+    """Speed of a track on one path of the coder."""
 
     track: str
     path: str
     bits: float
-    """Per element of the whole chain of layers, without frames."""
+    """Bits per element of the whole chain of layers, without frames."""
     rates: dict[str, float] = field(default_factory=dict)
     """Millions of elements per second on one core, by stage: ``analysis``, ``entropy encode`` (with quantising),
     ``encode`` (all stages), ``entropy decode``, ``synthesis``, ``decode`` (all stages, into BF16)."""
     all_cores: float = 0.0
-    """The same per wall time when every core decodes groups of its own into BF16."""
+    """Millions of elements per second of wall time if every core decodes separate groups into BF16."""
     scratch: float | None = None
-    """Decode memory without the output, in FP16 sizes of the group; None if unknown."""
+    """Memory for decoding, without the output, divided by the group's size in FP16; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Job:
     profile: Profile | None
     track: str
     payloads: tuple[bytes, ...]
-    """The chain of tracks, base first."""
+    """Payloads of the chain of tracks, base first."""
 
     @classmethod
     def make(cls, group: torch.Tensor, spec: KVSpec, profile: Profile | None, track: str) -> Job:
@@ -81,18 +81,18 @@ class Job:
         return GroupContext(spec, 0, group.shape[3], profile, memo={})
 
     def encode(self) -> None:
-        """Encode the whole chain, as an origin with only this track."""
+        """Encode the whole chain, like an origin with only this track."""
         Job.make(self.group, self.spec, self.profile, self.track)
 
     def decode(self, out: torch.Tensor) -> None:
-        """Decode the whole chain, as a player."""
+        """Decode the whole chain, like a player."""
         context = self._context(self.group, self.spec, self.profile)
         views = [memoryview(payload) for payload in self.payloads]
         codec(self.track).decode(views[-1], context, out, views[:-1])
 
 
 def time_track(job: Job, *, seconds: float = 0.5) -> Timing:
-    """Time every stage of a track; ``seconds``: processor time per stage, at least `ROUNDS` rounds."""
+    """Time every stage of a track for ``seconds`` of processor time per stage, at least `ROUNDS` rounds."""
     million = job.group.numel() / 1e6
     out = torch.empty(job.group.shape, dtype=torch.bfloat16)
     rates: dict[str, float] = {}
@@ -182,13 +182,13 @@ def _on_all_cores(job: Job) -> float:
 
 
 def scratch_of(job: Job) -> float | None:
-    """Return the memory for decoding a group without its output, in FP16 sizes of the group; None off Linux.
+    """Return the memory for decoding a group without its output, in FP16 sizes of the group; None except on Linux.
 
-    A forked process measures it, so that memory kept from earlier decodes does not hide it.
+    A forked process measures it, since memory kept from earlier decodes would hide it.
     """
     if not Path("/proc/self/clear_refs").exists() or not hasattr(os, "fork"):
         return None
-    # Decode one token first: it builds the tables that a player builds once, and loads the code.
+    # Decode one token first: this builds the tables that a player builds once, and loads the code.
     token = Job.make(job.group[:, :, :, :1].clone(), job.spec, job.profile, job.track)
     out = torch.empty(job.group.shape, dtype=torch.bfloat16).zero_()
     with one_thread():
@@ -213,7 +213,7 @@ def scratch_of(job: Job) -> float | None:
 
 
 def _peak_of(work: Callable[[], object]) -> int:
-    """Return the largest memory growth during a call, bytes, except pages of the parent that are only read."""
+    """Return the largest growth of memory during a call in bytes, without pages of the parent that are only read."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     work()
@@ -221,7 +221,7 @@ def _peak_of(work: Callable[[], object]) -> int:
 
 
 def _give_back() -> None:
-    # Otherwise reuse of freed memory would not show as growth.
+    # Without this, reuse of freed memory would not show as growth.
     with suppress(OSError, AttributeError):  # only glibc has this
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -234,13 +234,13 @@ def _status(name: str) -> int:
 
 
 def paths(wanted: Sequence[str] | None) -> list[str]:
-    """Return the named paths, or all of this machine."""
+    """Return the named paths of the coder, or all paths of this machine."""
     return list(wanted or coder.available_paths())
 
 
 SCHEMA = "kvabr.bench.codec/1"
 RAW_BITS = 3.0
-"""Bits per symbol, without skipped symbols, at which the entropy coder alone is timed."""
+"""Bits per symbol, not counting skipped symbols, for timing the entropy coder alone."""
 
 Row = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -264,7 +264,7 @@ def real(loaded: LoadedModel, profile: Profile | None) -> Subject:
 
 
 def llama(work: Path) -> Subject:
-    """Return a synthetic group in the shape of Llama-3.1-8B; its profile takes minutes, and stays in ``work``."""
+    """Return a synthetic group in the shape of Llama-3.1-8B; its profile takes minutes, and is kept in ``work``."""
     path = work / "synthetic-llama.profile.safetensors"
     made: ClassProfile | None = None
     if path.is_file():
@@ -288,7 +288,7 @@ def measure(
     seconds: float = 0.5,
     progress: Callable[[], None] = lambda: None,
 ) -> Iterator[Row]:
-    """Time ``tracks`` on ``wanted`` paths of the coder (None: all), for ``seconds`` of processor time per stage."""
+    """Time ``tracks`` on paths ``wanted`` of the coder (None: all), with ``seconds`` of processor time per stage."""
     for track in tracks:
         native = codec(track).needs_profile
         if native and subject.profile is None:
@@ -334,7 +334,7 @@ def against_lmcache(subject: Subject, peer: PeerProcess, rounds: int = 3) -> Row
 
 
 def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]:
-    """Time the bare entropy coder by path, every symbol coded."""
+    """Time the entropy coder alone on each path, coding every symbol."""
     sample = raw.synthetic(raw.SMOLLM2, RAW_BITS, dense=True)
     rows = []
     for path in paths(wanted):
@@ -354,7 +354,7 @@ def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]
 
 
 def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
-    """Return the size of a track's own layer over the ideal of the profile's tables, without references, by track."""
+    """Return the size of each track's own layer, without references, divided by the ideal for the profile's tables."""
     out: dict[str, float] = {}
     for track in tracks:
         if subject.profile is None or not codec(track).needs_profile:

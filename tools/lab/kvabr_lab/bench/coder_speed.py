@@ -1,8 +1,8 @@
-"""Speed of the coder on synthetic groups of real shapes, stage by stage on one thread; for `kvabr bench codec`.
+"""Speed of the coder on synthetic groups with real shapes, by stage on one thread, for `kvabr bench codec`.
 
-Numbers are Laplacian, with a spread that falls from the first component of each stack and block to the last, at a real
-group's rate. Speed depends only on the rates and on the share of dead rows. Times are processor time, since other
-programs may be running.
+Numbers have a Laplace distribution. Its spread falls from the first component of each stack and block to the last, and
+is scaled to a real group's rate. Speed depends only on the rates and on the share of dead rows. Times are processor
+times, since other programs may be running.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class SyntheticGroup:
 
     @property
     def symbols(self) -> int:
-        """Elements of the group."""
+        """Number of elements of the group."""
         return int(self.indices[0].size)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one path, in millions of cache elements per second on one core, including dead rows."""
+    """Speed of one path of the coder, in millions of cache elements per second on one core, including dead rows."""
 
     path: str
     bits_per_element: float
     live_share: float
-    """Share of elements in coded rows."""
+    """Fraction of elements in coded rows."""
     decode_indices: float
     decode_live: float
-    """As ``decode_indices``, counting only these."""
+    """Speed of ``decode_indices``, counting only elements in coded rows."""
     synthesise: float
     decode: float
     encode_indices: float
@@ -81,8 +81,8 @@ def synthetic(
 ) -> SyntheticGroup:
     """Draw a group at about ``bits`` per element of the base, 0.2 to 6.
 
-    Each further depth has a third of the step before. ``dense`` gives all components the same spread, so that no row is
-    dead: the coder's raw speed.
+    Each further depth has a third of the previous step. ``dense`` gives all components the same spread, so that no row
+    is dead, to measure the coder's raw speed.
     """
     dice = np.random.default_rng(seed)
     transform = _transform(shape, dice)
@@ -107,9 +107,9 @@ def synthetic(
 
 
 def measure(sample: SyntheticGroup, *, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16) -> Speed:
-    """Time each stage on the active path (KVABR_CODER), best of as many rounds as fit the time.
+    """Time each stage on the active path (KVABR_CODER); take the best of all rounds within ``seconds``.
 
-    The stages of a chain are those of its last depth, but `decode` is the whole chain in one call.
+    For a chain, stages are those of its last depth, except `decode`, which is the whole chain in one call.
     """
     model, index = sample.depths[-1], sample.indices[-1]
     below = sample.indices[-2] if len(sample.indices) > 1 else None
@@ -163,7 +163,7 @@ def _transform(shape: CacheShape, dice: np.random.Generator) -> Transform:
 
 
 def _spread(structure: Structure) -> NDArray[np.float64]:
-    """Return each row's spread, which falls like a power, as eigenvalues of real caches do."""
+    """Return each row's spread, which follows a power law like the eigenvalues of real caches."""
     spread = np.empty(structure.rows)
     for number, stack in enumerate(structure.stacks):
         spread[structure.stack_rows(number)] = (1 + np.arange(structure.width_of(stack))) ** -0.5 * 8

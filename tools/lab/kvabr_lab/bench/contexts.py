@@ -1,7 +1,8 @@
-"""Contexts for measuring codecs: pieces of texts, and planted codes for retrieval.
+"""Contexts for measuring codecs: pieces of texts, and texts with planted codes to retrieve.
 
-No context is from a calibration text. Mean loss over a text favours codecs that blur rare content: a planted six-digit
-code occurs once and differs from its surroundings. Only the text's cache is coded; an engine computes the question.
+No context is from a calibration text. The mean loss over a text does not show if a codec blurs rare content. So a
+six-digit code is planted, which occurs once and differs from its surroundings. Only the text's cache is coded; the
+engine computes the question.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def token_key(tokens: Sequence[int]) -> str:
 
 
 def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, str]:
-    """Return texts by domain, in the order of ``domains`` (None: the existing ones of `DOMAINS`, or all).
+    """Return texts by domain, in the order of ``domains`` (None: those of `DOMAINS` that exist, or else all).
 
     Texts are ``DOMAIN.txt`` files in the folder; None: texts included in Python.
 
@@ -71,7 +72,7 @@ def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, 
 def chosen(
     texts: Mapping[str, str], domains: Sequence[str] | None, where: str = "", where_else: str = ""
 ) -> dict[str, str]:
-    """Return the texts of some domains, or all; raise a `UsageError` that lists missing and available ones."""
+    """Return the texts of ``domains``, or all; raise a `UsageError` that lists missing and available domains."""
     wanted = list(texts) if domains is None else domains
     missing = [name for name in wanted if name not in texts]
     if missing or not wanted:
@@ -94,7 +95,7 @@ def check_unseen(texts: Mapping[str, str]) -> None:
 
 
 def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dict[str, float | None]:
-    """Return each context's largest share seen in calibration; None if a profile does not record its texts."""
+    """Return each context's largest fraction seen in calibration; None if a profile does not record its texts."""
     seen = [profile.seen for profile in profiles]
     known = [each for each in seen if each is not None]
     if len(known) < len(seen):
@@ -106,7 +107,7 @@ def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dic
 
 
 def seen_sentence(shares: Mapping[str, float | None]) -> str:
-    """Describe whether the contexts are unseen."""
+    """Return a sentence on whether the contexts were unseen in calibration."""
     if None in shares.values():
         return "whether these contexts are unseen is not known: a profile does not record its texts"
     found = {name: share for name, share in shares.items() if share}
@@ -117,7 +118,7 @@ def seen_sentence(shares: Mapping[str, float | None]) -> str:
 
 
 def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
-    """Cut evenly spaced contexts from texts, without overlap, each opened like the model's prompts.
+    """Cut evenly spaced contexts from texts without overlap; each starts with the model's opening tokens.
 
     There are ``each`` contexts per domain. Losses are measured on ``continuation`` tokens after the prompt.
 
@@ -139,7 +140,7 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
                 "ask for fewer or shorter ones, or give a longer text"
             )
         for index in range(each):
-            # Cut from the middle of equal shares: texts begin and end with titles and tables.
+            # Take the middle of equal parts: texts begin and end with titles and tables.
             start = (2 * index + 1) * (len(ids) - each * length) // (2 * each) + index * length
             part = opened(loaded, ids[start : start + length])
             out.append(Context(domain, index, part[:tokens], part[tokens : tokens + continuation]))
@@ -147,7 +148,7 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
 
 
 DEPTHS = 10
-"""Evenly spaced places in a text for a code."""
+"""Number of evenly spaced places in a text for a code."""
 
 _PLANTED = "\n\nThe secret code is {code}. Remember it.\n\n"
 _QUESTION = "\n\nQuestion: What is the secret code?\nAnswer: The secret code is"
@@ -160,7 +161,7 @@ class Needle:
 
     context: Context
     depth: int
-    """0 is at the start, `DEPTHS` - 1 at the end."""
+    """Place of the code: 0 is at the start, `DEPTHS` - 1 at the end."""
     at: int
     tokens: tuple[int, ...]
     question: tuple[int, ...]
@@ -177,15 +178,15 @@ class Recall:
     """Retrieval by the model."""
 
     digits: float
-    """Share of the answer's tokens that are the first choice after the correct ones before them."""
+    """Fraction of the answer's tokens that are the first choice after the correct preceding tokens."""
     whole: bool
-    """Whether greedy generation returns the code."""
+    """True if greedy generation returns the code."""
     logprob: float
-    """Mean over the answer's tokens, nats."""
+    """Mean log-probability of the answer's tokens, nats."""
 
 
 def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS, seed: int = 1) -> Iterator[Needle]:
-    """Yield every context with a code planted at each of ``depths`` places; the length stays that of the context.
+    """Yield every context with a code planted at each of ``depths`` places; the length does not change.
 
     Raises:
         UsageError: A context is too short for a code.
@@ -205,7 +206,7 @@ def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS
 
 
 def recall(engine: ScoringEngine, kv: torch.Tensor, needle: Needle) -> Recall:
-    """Ask for the code, given a cache of `Needle.tokens`, [layer, K/V, head, token, dim], which stays unchanged."""
+    """Ask for the code, given a cache of `Needle.tokens`, [layer, K/V, head, token, dim], which is not modified."""
     asked = [*needle.question, *needle.answer[:-1]]
     rows = engine.score(kv, asked)[len(needle.question) - 1 :]
     wanted = torch.tensor(needle.answer)

@@ -1,4 +1,4 @@
-"""An asset of random groups, with the shape and rates of a real model's AC layers, to time whole plays."""
+"""An asset of random groups with the shape and rates of a real model's AC layers, for timing whole plays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def drawn_spec(shape: coder_speed.CacheShape) -> KVSpec:
 
 
 def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int], *, bits: float, depths: int) -> None:
-    """Write an asset of the prompt's whole groups into a folder, which is replaced.
+    """Write an asset with the prompt's whole groups to a folder; an existing folder is replaced.
 
     AC-L0 has about ``bits`` per element; ``depths`` counts all layers.
     """
@@ -50,7 +50,7 @@ def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int],
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer)
 
     def coded(group: int) -> list[bytes]:
-        # Equal groups would be one transfer.
+        # Groups must differ, since equal ones would be transferred once.
         order = np.random.default_rng(group).permutation(spec.group_tokens)
         indices = [np.ascontiguousarray(index[:, order]) for index in sample.indices]
         below: list[Index | None] = [None, *indices]

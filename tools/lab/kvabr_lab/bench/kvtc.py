@@ -1,9 +1,10 @@
-"""KVTC's recipe as a scheme (Staniszewski and Łańcucki, ICLR 2026; arXiv 2511.01815), implemented from the paper.
+"""KVTC as a scheme (Staniszewski and Łańcucki, ICLR 2026; arXiv 2511.01815), implemented from the paper.
 
-The keys (before rotation) of all layers and heads of a token form one vector, and so do its values. An orthogonal
-transform learnt from calibration texts orders them, minus their mean, by variance. Runs of components share a scale and
-an offset per token. A dynamic program chooses the runs and their bits (0 drops a component) to minimise the squared
-error on other calibration texts at a given size. The integers are packed and compressed by DEFLATE.
+The keys (before rotation) of all layers and heads of a token form one vector, and so do its values. After subtracting
+the mean, an orthogonal transform that is learnt from calibration texts orders the components by variance. Runs of
+components share a scale and an offset per token. A dynamic program chooses the runs and their bits (0 drops a
+component) to minimise the squared error on other calibration texts at a given size. The integers are packed and
+compressed with DEFLATE.
 
 The paper keeps the first 4 tokens (attention sinks) and a prompt's last 128 in 16 bits. In short prompts these 128
 dominate the size, so the recipe is measured with and without them.
@@ -36,18 +37,18 @@ from kvabr_lab.bench.rivals import affine
 from kvabr_lab.bench.schemes import Coded, Scheme, by_class, groups
 
 SINKS = 4
-"""First tokens, in 16 bits."""
+"""Number of first tokens stored in 16 bits."""
 RECENT = 128
-"""Last tokens, in 16 bits."""
+"""Number of last tokens stored in 16 bits."""
 _RUNS = (16, 64, 256, 1024)
 _BITS = (2, 4, 8)
 _SIDE = 32
-"""Bits of a run's scale and offset, per token."""
+"""Bits per token for a run's scale and offset."""
 _UNIT = 16
 """Runs start at multiples of this many components, and take multiples of this many bits per token."""
 _MAX_COMPONENTS = 4096
 _MEASURED = 256
-"""Tokens for measuring the errors of runs, outside the training data."""
+"""Number of tokens for measuring the errors of runs, outside the training data."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,18 @@ class KvtcBasis:
     """Calibration of one layer class."""
 
     means: tuple[torch.Tensor, torch.Tensor]
-    """[layer * head * dim] float32."""
+    """Means, [layer * head * dim] float32."""
     bases: tuple[torch.Tensor, torch.Tensor]
-    """[layer * head * dim, component] float32, orthonormal columns, by falling variance."""
+    """Orthonormal columns, [layer * head * dim, component] float32, by falling variance."""
     sample: tuple[torch.Tensor, torch.Tensor]
-    """[token, component] float32, of caches outside the training data."""
+    """Components, [token, component] float32, of caches outside the training data."""
 
 
 def learn_bases(spec: KVSpec, caches: Iterable[torch.Tensor]) -> KvtcBasis:
     """Learn the transforms of one layer class.
 
-    ``caches`` are [layer, K/V, head, token, dim], each from a prompt's first token; the last one is kept for measuring.
+    ``caches`` are [layer, K/V, head, token, dim], each from a prompt's first token; the last cache is only used for
+    measuring.
     """
     sums: list[torch.Tensor] = []
     squares: list[torch.Tensor] = []
@@ -113,7 +115,7 @@ def _kept(path: Path, learn: Callable[[], KvtcBasis]) -> KvtcBasis:
 def learned(
     loaded: LoadedModel, spec: KVSpec, folder: Path, progress: Callable[[int, int], None]
 ) -> tuple[KvtcBasis, ...]:
-    """Return the bases of every layer class, from the work folder or learnt from `kvabr calibrate`'s texts.
+    """Return the bases of every layer class, read from the work folder or learnt from `kvabr calibrate`'s texts.
 
     ``progress`` receives the number of computed contexts and the total; all classes share them.
     """
@@ -139,13 +141,14 @@ def _learn(part: KVSpec, caches: Callable[[], Iterable[torch.Tensor]]) -> KvtcBa
 
 
 Run = tuple[int, int]
-"""Components and bits; 0 bits drop it."""
+"""Number of components, and bits of each; 0 bits drop the run."""
 
 
 def allot(sample: torch.Tensor, budget: int) -> tuple[Run, ...]:
-    """Choose runs and their bits by dynamic programming, from the first component on; the rest is dropped.
+    """Choose runs and their bits by dynamic programming, from the first component on; drop the other components.
 
-    ``sample`` is [token, component], by falling variance; ``budget`` is bits per token with scales and offsets.
+    ``sample`` is [token, component], by falling variance; ``budget`` is in bits per token, including scales and
+    offsets.
     """
     units = sample.shape[1] // _UNIT
     room = budget // _UNIT
@@ -183,15 +186,15 @@ def allot(sample: torch.Tensor, budget: int) -> tuple[Run, ...]:
 
 
 class Kvtc(Scheme):
-    """The recipe at one ratio."""
+    """KVTC at one compression ratio."""
 
     def __init__(
         self, ratio: float, spec: KVSpec, bases: Sequence[KvtcBasis], *, recent: int, group_tokens: int
     ) -> None:
-        """Allot the bits.
+        """Choose the runs and their bits.
 
-        ``ratio`` is 16 bits over the bits per element of the dynamic program, before DEFLATE; ``recent`` is the number
-        of last tokens in 16 bits.
+        ``ratio`` is 16 bits divided by the bits per element of the dynamic program, before DEFLATE; ``recent`` is the
+        number of last tokens in 16 bits.
         """
         self.name = f"KVTC-{ratio:g}x" + (f", last {recent} exact" if recent else "")
         self.family = "KVTC, recent exact" if recent else "KVTC"

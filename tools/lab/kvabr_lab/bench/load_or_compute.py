@@ -1,4 +1,4 @@
-"""Steady links and idle engines: simulated TTFT if a cache is computed, fetched, or both.
+"""Simulated TTFT on steady links with idle engines, if a cache is computed, fetched, or both.
 
 Groups have the sizes of SmolLM2's tracks in proportion to the model's FP16, and its losses by distance from the end.
 """
@@ -21,10 +21,12 @@ from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
 
 BESIDE, BEFORE, UNKNOWN, FETCHED, BOUND = "kvabr", "kvabr, prefix", "link unknown", "nothing computed", "bound"
-"""The engine parallel to the network, or after a prefix (vLLM); on an unknown link; without an engine; and the bound,
-which knows the link and has an engine that fills holes. Other ways are fixed tracks."""
+"""Ways to get a cache: with an engine in parallel to the network; with an engine after a prefix (vLLM); on an unknown
+link; without an engine; and the bound, which knows the link and has an engine that fills holes. Other ways are fixed
+tracks.
+"""
 _H200_S = MappingProxyType({"AC-L0": 0.09e-3, "AC-L1": 0.14e-3, "AC-L2": 0.17e-3, "AC-L3": 0.2e-3, "AC-5x": 0.25e-3})
-"""Per group of Llama-3.1-8B in a batch."""
+"""Decode seconds per group of Llama-3.1-8B in a batch."""
 _PATIENT_S = 1e4
 
 
@@ -35,14 +37,15 @@ class Node:
     spec: KVSpec
     rtt_s: float
     group_s: Mapping[str, float] | None = None
-    """Seconds per group in a batch, by track, with `plain_s` for others; None: SmolLM2's on a core."""
+    """Decode seconds per group in a batch, by track, and `plain_s` for other tracks; None: SmolLM2's on one core."""
     plain_s: float = 0.0
     batch_s: float = 0.0
     decoders: int = 1
     warm: bool = False
-    """Whether earlier plays have opened the connection's window."""
+    """True if earlier plays have opened the connection's window."""
     deadline_s: float | None = None
-    """Of kvabr's plays; None: twice the minimum of the time to compute everything and that to fetch Int4."""
+    """Deadline of kvabr's plays; None: twice the minimum of the time to compute everything and the time to fetch Int4.
+    """
 
 
 @cache
@@ -55,19 +58,19 @@ def h200(layers: int) -> Node:
 
 @cache
 def two_cores() -> Node:
-    """Return two cores of a server with SmolLM2-135M, and the link and deadline of tools/bench-speeds."""
+    """Return two server cores with SmolLM2-135M, and the link and deadline of tools/bench-speeds."""
     return Node(default_catalog().spec, 20e-3, decoders=2, warm=True, deadline_s=4.0)
 
 
 @cache
 def catalog(node: Node, tokens: int) -> Catalog:
-    """Return a catalog in the shape of a model, with the sizes and losses of the shipped one."""
+    """Return a catalog for a model's shape, based on the sizes and losses of the shipped catalog."""
     shipped, spec = default_catalog(), node.spec
     larger = spec.fp16_bytes(128) / shipped.spec.fp16_bytes(128)
     groups, known = spec.groups(tokens), shipped.groups
 
     def laid_out(values: tuple[float, ...]) -> list[float]:
-        """Return the values by distance from the end; beyond the last one, they are constant."""
+        """Return the values by distance from the end; they are constant beyond the last value."""
         far = values[1 : known // 4]
         middle = [far[group % len(far)] for group in range(max(0, groups - known))]
         return [values[0], *middle, *values[1 - min(groups, known) :]][:groups]
@@ -93,12 +96,12 @@ class FirstToken:
 
     seconds: float
     loss: float
-    """Expected, nats per generated token."""
+    """Expected loss, nats per generated token."""
     bytes: int
 
 
 def simulate(node: Node, cost: PrefillCost, tokens: int, mbit: float, way: str) -> FirstToken:
-    """Simulate one play on a steady, known link (unless the way excludes it), with an idle engine."""
+    """Simulate one play on a steady link with an idle engine; the link is known unless the way says otherwise."""
     offer, rate = catalog(node, tokens), mbit * BYTES_PER_MBIT
     computes = way in {BESIDE, BEFORE, UNKNOWN, BOUND}
     deadline_s = node.deadline_s

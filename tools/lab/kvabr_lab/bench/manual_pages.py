@@ -34,7 +34,7 @@ _OPTIONS = 7
 
 
 class ManualPage:
-    """A page of an invented program's manual. Pages share some options, with other defaults."""
+    """A page of an invented program's manual. Pages have some options in common, with different defaults."""
 
     def __init__(self, dice: random.Random) -> None:
         program = "".join(dice.choices(SYLLABLES, k=3))
@@ -49,4 +49,4 @@ class ManualPage:
         options = "OPTIONS\n" + "\n".join(entries)
         self.text = f"{name}\n\n{usage}\n\n{options}\n\nFILES\n    /etc/{program}.conf\n\n"
         self.answers: tuple[tuple[str, str], ...] = tuple(answers[:3])
-        """Questions about its first entries, with the answers in the page's words."""
+        """Questions about the first entries, each with the answer in the page's words."""

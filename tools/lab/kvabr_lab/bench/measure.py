@@ -1,4 +1,4 @@
-"""Send caches through schemes and measure their cost with the model; keep caches and results between runs."""
+"""Passes caches through schemes and measures their loss with the model; keeps caches and results between runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvabr_lab.bench.schemes import Coded, Scheme
 
 
 class CacheStore:
-    """A work folder of caches and results. Deleted files are recomputed."""
+    """A work folder of caches and results. Files that were deleted are computed again."""
 
     def __init__(self, folder: Path, spec: KVSpec) -> None:
         """Open or create the model's folder in ``folder``.
@@ -32,7 +32,7 @@ class CacheStore:
             AssetError: The folder cannot be created or read.
         """
         self.spec = spec
-        # The group size belongs to the scheme, not to the folder's name.
+        # Schemes choose the group size, so it is not part of the folder's name.
         self._folder = folder / f"{spec.model.replace('/', '-')}-{spec.digest().hex()[:8]}"
         self._results: dict[str, Any] = {}
         try:
@@ -54,7 +54,7 @@ class CacheStore:
     def cache(self, key: str, tokens: int, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a cache from disk by its `kvabr_lab.bench.contexts.token_key`, or compute and store it.
 
-        It is [layer, K/V, head, token, dim] in the dtype of the spec.
+        The cache is [layer, K/V, head, token, dim] in the dtype of the spec.
         """
         path = self._folder / f"{key}.safetensors"
         if path.is_file():
@@ -76,7 +76,7 @@ class CacheStore:
         return self._folder
 
     def scratch(self, name: str) -> Path:
-        """Return the path of a file that two programs exchange."""
+        """Return the path of a file for exchanging data between two programs."""
         return self._folder / name
 
     def known(self, key: str) -> Any:
@@ -92,7 +92,7 @@ class CacheStore:
 
 
 Progress = Callable[[str, int, int], None]
-"""Receives the stage, the steps done, and all steps after every step."""
+"""Called after every step with the stage, the finished steps, and their total."""
 
 STAGES = {
     "kvtc": "KVTC's transforms (contexts)",
@@ -112,17 +112,17 @@ class Findings:
     """Results by scheme, then by context or case."""
 
     quality: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` (per element), and the fields of `kvabr.types.catalog.Quality`, by context."""
+    """Size ``nbytes``, ``bits`` per element, and the fields of `kvabr.types.catalog.Quality`, by context."""
     texts: dict[str, Row] = field(default_factory=dict)
-    """``nll``, ``entropy`` of the continuations, see `kvabr.publish.quality.Reference.calibration`."""
+    """``nll`` and ``entropy`` of the continuations, see `kvabr.publish.quality.Reference.calibration`."""
     recall: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``digits``, ``whole``, ``logprob`` by case; the schemes include `EXACT`."""
+    """``digits``, ``whole`` and ``logprob`` by case. One of the schemes is `EXACT`."""
     sizes: dict[int, dict[str, dict[str, Row]]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` by context for other group sizes; by group size first."""
+    """``nbytes`` and ``bits`` for other group sizes, by group size, scheme and context."""
 
 
 class QualityBench:
-    """Measure schemes with one model; caches and results stay in its work folder."""
+    """Measures schemes with one model; keeps caches and results in its work folder."""
 
     def __init__(
         self, loaded: LoadedModel, store: CacheStore, progress: Progress = lambda _stage, _done, _all: None
@@ -141,7 +141,7 @@ class QualityBench:
         return self.store.cache(key, len(context.tokens), lambda: compute_cache(self.loaded.engine, context.tokens)[0])
 
     def quality(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
-        """Return size and loss of every scheme on every context, against the exact cache as published."""
+        """Return size and loss of every scheme on every context, relative to the exact cache as published."""
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("quality", len(schemes) * len(contexts))
         for context in contexts:
@@ -160,7 +160,7 @@ class QualityBench:
         return out
 
     def texts(self, contexts: Sequence[Context]) -> dict[str, Row]:
-        """Return the model's prediction of each continuation with the exact cache."""
+        """Return how well the model predicts each continuation with the exact cache."""
         return {context.name: self._text(context) for context in contexts}
 
     def _reference(self, context: Context) -> tuple[torch.Tensor, Reference]:
@@ -177,7 +177,7 @@ class QualityBench:
         return row
 
     def sizes(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
-        """Return only sizes, for schemes with other group sizes."""
+        """Return sizes only, for schemes with other group sizes."""
         out: dict[str, dict[str, Row]] = {scheme.name: {} for scheme in schemes}
         steps = self._steps("size", len(schemes) * len(contexts))
         for context in contexts:
@@ -192,7 +192,7 @@ class QualityBench:
         return out
 
     def recall(self, schemes: Sequence[Scheme], needles: Sequence[Needle]) -> dict[str, dict[str, Row]]:
-        """Return retrieval from every scheme's cache, and from the exact one."""
+        """Return the retrieval results of every scheme's cache, and of the exact cache."""
         wanted: dict[str, Scheme | None] = {EXACT: None} | {scheme.name: scheme for scheme in schemes}
         out: dict[str, dict[str, Row]] = {name: {} for name in wanted}
         steps = self._steps("recall", len(needles) * len(wanted))

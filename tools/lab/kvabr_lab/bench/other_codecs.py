@@ -1,11 +1,11 @@
-"""Other codecs as peers: LMCache's CacheGen, and zstd.
+"""Other codecs, run as peer processes: LMCache's CacheGen, and zstd.
 
 A peer runs in its own environment, made by tools/setup-peers, and answers requests in JSON lines; caches are exchanged
 as safetensors files, so none of its dependencies are imported here.
 
 CacheGen (Liu et al., SIGCOMM 2024) as in LMCache 0.5.6: the keys of each token and layer are divided by their largest
-magnitude and rounded to a fixed number of levels, and the values likewise. The indices of each channel are coded with
-probabilities counted in the group and stored with it.
+magnitude and rounded to a fixed number of levels; the same is done for values. The indices of each channel are coded
+with probabilities that are counted in the group and stored with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PeerError(AssetError):
 
 
 class PeerProcess:
-    """A peer process: starts with the first request, ends with the context."""
+    """A peer process. It starts with the first request and ends with the context."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """Locate the peer ``lmcache`` or ``zstd`` in a folder that tools/setup-peers made.
@@ -104,7 +104,7 @@ def find_peers(folder: Path, names: Sequence[str] = ("lmcache", "zstd")) -> tupl
 
 
 Runs = Sequence[tuple[int, int]]
-"""(layer after the run, levels)."""
+"""Runs of layers, as (layer after the run, number of levels)."""
 
 _ALL = 1 << 30
 
@@ -113,14 +113,14 @@ LEVELS: dict[str, tuple[Runs, Runs]] = {
     "CacheGen-low": (((10, 16), (_ALL, 12)), ((2, 16), (_ALL, 12))),
     "CacheGen-32": (((_ALL, 32),), ((_ALL, 32),)),
 }
-"""Levels of keys and values: LMCache's only setting, and a coarser and a finer one for its curve."""
+"""Levels of keys and values: LMCache's only setting, and a coarser and a finer setting for its curve."""
 
 _SHALLOW = 10
-"""LMCache gives all layers of shallower models the finest levels."""
+"""Models with fewer layers: LMCache gives all their layers the finest levels."""
 
 
 class CacheGenQuantiser(Scheme):
-    """CacheGen's quantiser without its coder: the same decoded cache, no size."""
+    """CacheGen's quantiser without its coder. The decoded cache is the same, but the size is unknown."""
 
     def __init__(self, name: str = "CacheGen") -> None:
         self.name, self.family = name, "CacheGen"
@@ -137,7 +137,7 @@ class CacheGenQuantiser(Scheme):
         return self._levels if layers >= _SHALLOW else LEVELS["CacheGen-32"]
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Quantise every token by its own scale."""
+        """Quantise every token with a separate scale."""
         if not decode:
             return Coded(0, None)
         layers = cache.shape[0]
@@ -145,7 +145,7 @@ class CacheGenQuantiser(Scheme):
         for which, runs in enumerate(self.levels(layers)):
             top = _per_layer(runs, layers)[:, None, None, None] // 2 - 1
             values = cache[:, which]
-            # One scale for all heads of a token, in the cache's precision.
+            # All heads of a token share a scale, in the cache's precision.
             peak = values.abs().amax(dim=(1, 3), keepdim=True)
             index = (values * (top / peak) + top).round().to(torch.int8)
             out[:, which] = (index.float() - top) / top * peak
@@ -158,7 +158,7 @@ class LMCacheCodec(CacheGenQuantiser):
     def __init__(
         self, peer: PeerProcess, store: CacheStore, name: str = "CacheGen", *, group_tokens: int | None = None
     ) -> None:
-        """Use a work folder for exchanging caches; ``name`` is one of `LEVELS`.
+        """Exchange caches with the peer in the work folder ``store``; ``name`` is one of `LEVELS`.
 
         ``group_tokens``: tokens per chunk; None: the model's group size.
         """
@@ -214,10 +214,10 @@ _LEVEL = 3
 
 
 class Zstd(Scheme):
-    """A track's payloads compressed by zstd; the decoded cache is the track's."""
+    """A track's payloads compressed by zstd. The decoded cache equals that of the track."""
 
     def __init__(self, track: str, width: int, spec: KVSpec, peer: PeerProcess, store: CacheStore) -> None:
-        """Compress FP16 or Int8; bytes of equal significance in numbers of ``width`` bytes are grouped first."""
+        """Compress FP16 or Int8; group bytes of equal significance first, in numbers of ``width`` bytes."""
         self.name, self.family, self.group_tokens = f"{track}+zstd", "zstd", spec.group_tokens
         self._track, self._width, self._spec, self._peer, self._store = track, width, spec, peer, store
 

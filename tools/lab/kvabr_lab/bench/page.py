@@ -1,7 +1,7 @@
-"""The self-contained page of a rate-distortion bench, with its plot as SVG: no library, no script.
+"""The self-contained page of a rate-distortion bench, with an SVG plot: no library, no script.
 
-Both axes are logarithmic, because rates differ by factors, and so do losses. Every curve has its own colour and mark,
-each sufficient to distinguish them.
+Both axes are logarithmic, because rates and losses differ by factors. Every curve has its own colour and its own mark;
+either is sufficient to distinguish it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ svg { width: 100%; height: auto; }
 
 
 def page(title: str, sentence: str, rows: Sequence[Row], exact: Row | None, tables: Sequence[tuple[str, Table]]) -> str:
-    """Return the page: a sentence with the outcome, rows to draw (`drawing`), and tables with titles."""
+    """Return the page: a sentence with the outcome, the plot of ``rows`` (`drawing`), and tables with titles."""
     parts = [f"<h2>{escape(name)}</h2>{_table(table)}" for name, table in tables]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -77,7 +77,7 @@ STYLE = """
 """
 
 SHAPES = (
-    # Paths around (0, 0): a mark for each curve.
+    # SVG paths around (0, 0), one mark for each curve.
     "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
     "M-4.5 -4.5h9v9h-9z",
     "M0 -5.8l5.4 9.6h-10.8z",
@@ -102,12 +102,12 @@ class Axis:
     offset: float = 0.0
 
     def value(self, row: Row) -> float | None:
-        """Return the value to draw; less is better."""
+        """Return the value to draw; lower is better."""
         number = row.get(self.key)
         return None if number is None else max(self.floor, self.sign * number + self.offset)
 
     def interval(self, row: Row) -> tuple[float, float] | None:
-        """Return the interval to draw, lower end first."""
+        """Return the interval to draw, lower end first, or None."""
         ends = row.get(self.spread) if self.spread else None
         if not ends:
             return None
@@ -116,7 +116,7 @@ class Axis:
 
 
 _CURVES = ("AC", "CacheGen", "KIVI")
-"""Beginnings of the names of families that form a curve; other families are unconnected points."""
+"""First part of the names of families that form a curve; other families are separate points."""
 
 PANELS = (
     Axis("Loss of the continuation", "kl", "mean KL to the exact cache, nats a token", 1e-5, "kl_ci95"),
@@ -178,13 +178,13 @@ def _panel(axis: Axis, rows: Sequence[Row], families: list[str], exact: Row | No
 
 
 class _Names:
-    """Place names in a panel; a name that would overlap another is left to its mark's tooltip."""
+    """Places names in a panel. If a name would overlap another, only the mark's tooltip has it."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float, float]] = []
 
     def place(self, x: float, y: float, name: str) -> str:
-        """Return a name next to its mark, or an empty string if there is no space."""
+        """Return the SVG of a name next to its mark; empty if there is no space."""
         width = 6.4 * len(name)
         for left, down in ((x + 8, y - 6), (x + 8, y + 14), (x - 8 - width, y - 6), (x - 8 - width, y + 14)):
             inside = left >= _LEFT and left + width <= WIDTH and _TOP <= down <= HEIGHT - _BOTTOM
@@ -217,12 +217,12 @@ def _entry(name: str, index: int, column: int, line: int, top: int) -> str:
 
 
 def label(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    """Return a text of class ``kind``."""
+    """Return the SVG of a text of class ``kind``."""
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def stroke(x1: float, y1: float, x2: float, y2: float, kind: str, colour: str = "") -> str:
-    """Return a straight line of class ``kind``."""
+    """Return the SVG of a straight line of class ``kind``."""
     drawn = f' stroke="{colour}"' if colour else ""
     return f'<line class="{kind}"{drawn} x1="{x1:g}" x2="{x2:g}" y1="{y1:g}" y2="{y2:g}"/>'
 
@@ -234,10 +234,10 @@ def _mark(x: float, y: float, index: int, said: str) -> str:
 
 
 class LogScale:
-    """A logarithmic scale that covers some values, with a margin."""
+    """A logarithmic scale for some values, with a margin."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
-        """Cover positive ``values`` from pixel ``begin`` to pixel ``end``."""
+        """Map positive ``values`` to pixels from ``begin`` to ``end``."""
         self.low, self.high = min(values) / 1.15, max(values) * 1.15
         self._begin, self._end = begin, end
 
@@ -246,6 +246,6 @@ class LogScale:
         return round(self._begin + share * (self._end - self._begin), 1)
 
     def powers(self, base: float) -> list[float]:
-        """Return the powers of ``base`` on the scale."""
+        """Return the powers of ``base`` that are on the scale."""
         first, last = math.ceil(math.log(self.low, base)), math.floor(math.log(self.high, base))
         return [float(f"{base**power:.6g}") for power in range(first, last + 1)]

@@ -1,11 +1,11 @@
-"""Share of passages of random questions found in a store, by naming scheme.
+"""The fraction of random questions' passages that a store has, by naming scheme.
 
 Each question follows a few documents in random order. Missing documents are published, and a full store evicts the
-least recently used. Everything but the small random caches is kvabr's own.
+least recently used ones. Except for the small random caches, only kvabr's own code runs.
 
-Names cover, with *content*, the document alone, as for kvabr's passages; with *prefix*, also everything before it, as
-in prefix caches. *both*: stored by prefix and looked up by content, with every document stored once by content in the
-beginning (LMCache issue 4663).
+With *content*, a name depends on the document alone, as for kvabr's passages; with *prefix*, also on everything before
+it, as in prefix caches. With *both*, documents are stored by prefix and looked up by content; at the beginning every
+document is stored once by content (LMCache issue 4663).
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ class Collection:
     queries: int = 200
     each: int = 5
     room: float = 1.5
-    """Store size, as a share of all documents' bytes."""
+    """Size of the store, relative to the bytes of all documents."""
     seed: int = 0
 
     def passages(self) -> list[Passage]:
-        """Return the documents, of 40 to 100 tokens: the last group of most is short."""
+        """Return the documents, of 40 to 100 tokens. In most of them the last group is short."""
         dice = random.Random(self.seed)  # noqa: S311 - test data, not secrets
         return [Passage(tuple(dice.choices(range(1000), k=dice.randint(40, 100)))) for _ in range(self.documents)]
 
     def draws(self) -> list[list[int]]:
-        """Return the numbers of each question's documents, in the order of its prompt."""
+        """Return the numbers of each question's documents, in the order of the prompt."""
         dice = random.Random(f"{self.seed} queries")  # noqa: S311 - test data, not secrets
         return [dice.sample(range(self.documents), self.each) for _ in range(self.queries)]
 
 
 async def reuse(collection: Collection, naming: Naming, progress: Callable[[], None] = lambda: None) -> list[float]:
-    """Return the share of its documents that each question finds."""
+    """Return the fraction of its documents that each question finds."""
     with tempfile.TemporaryDirectory() as folder:
         root, pem, key = Path(folder) / "assets", Path(folder) / "cert.pem", Path(folder) / "key.pem"
         root.mkdir()
@@ -117,9 +117,9 @@ class _Shelf:
 
 
 def salts(naming: Naming, documents: Sequence[Passage]) -> list[tuple[bytes, bytes]]:
-    """Return the salt of each document's name in a prompt, for lookup and for storage.
+    """Return the salts for each document's name in a prompt: for lookup, and for storage.
 
-    A digest of all tokens before it makes the name that of a continued chain.
+    A salt that is a digest of all preceding tokens gives the name of a continued chain.
     """
     out, before = [], hashlib.sha256()
     for passage in documents:
@@ -138,7 +138,7 @@ async def _asked(
         places = list(zip(documents, salts(naming, documents), strict=True))
         found = 0
         for passage, (wanted, stored) in places:
-            # Separately, because each may have its own salt.
+            # One by one, since each may have another salt.
             if passage in await find_passages(origin, [passage], SPEC, salt=wanted):
                 found += 1
                 shelf.quota.touch(passage.name(SPEC, wanted).prompt)

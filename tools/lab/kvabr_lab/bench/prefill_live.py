@@ -1,4 +1,4 @@
-"""One machine prefills, another decodes: a cache played during its prefill, measured with a real model.
+"""One machine prefills, another decodes: measures plays of a cache during its prefill with a real model.
 
 Producer, origin, link and decoder are processes on one machine with a common clock.
 """
@@ -41,26 +41,26 @@ Kind = Literal["alone", "live", "end"]
 
 _PATIENCE_S = 600.0
 _WAIT_S = 1.0
-"""Lookups wait this long for a producer; the next lookup finds a shorter production."""
+"""Seconds that lookups wait for a producer; the next lookup finds a shorter production."""
 _RETRY_S = 0.005
-"""Interval of lookups of a cache about to appear at an origin."""
+"""Seconds between lookups of a cache that will soon appear at an origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Results of a producer; times are on the machine's clock."""
+    """Results of a producer. Times are on the machine's clock."""
 
     began_s: float
     runs: tuple[tuple[int, float], ...]
     published_s: tuple[float, ...] = ()
-    """Each group's base, for live caches."""
+    """Publication time of each group's base, for live caches."""
     whole_s: tuple[float, ...] = ()
-    """Each group's last track during growth."""
+    """Publication time of each group's last track while the cache grows."""
     left_out: int = 0
     encoding_s: float = 0.0
-    """Processor time until the last token."""
+    """Processor time of encoding until the last token, seconds."""
     idle_s: float = 0.0
-    """Part of it at idle priority."""
+    """The part of `encoding_s` at idle priority, seconds."""
 
     @property
     def ended_s(self) -> float:
@@ -69,13 +69,13 @@ class Prefill:
 
     @property
     def seconds(self) -> float:
-        """Duration."""
+        """Duration of the prefill, seconds."""
         return self.ended_s - self.began_s
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Results of a decoder; times are on the machine's clock."""
+    """Results of a decoder. Times are on the machine's clock."""
 
     asked_s: float
     ready_s: float
@@ -87,7 +87,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """A prompt with its production and play options."""
+    """A prompt to produce and play, with options."""
 
     tokens: tuple[int, ...]
     kind: Kind = "live"
@@ -97,7 +97,7 @@ class PrefillJob:
     """Arguments of `kvabr.client.options.PlayOptions`."""
     threads: int | None = None
     share: float = SHARE
-    """Encoding time relative to the prefill, see `LivePublisher`."""
+    """Maximum encoding time as a fraction of the prefill, see `LivePublisher`."""
 
 
 class PrefillProducer(Child):
@@ -117,7 +117,7 @@ class Decoder(Child):
     patience_s = _PATIENCE_S
 
     def __init__(self, url: str, fingerprint: str, quic: Quic, spec: KVSpec) -> None:
-        """Connect."""
+        """Connect to an origin or relay."""
         super().__init__("decoder", _decode, url, fingerprint, quic, spec)
 
 
@@ -129,13 +129,13 @@ class Link:
     rtt_s: float
 
     def begin(self, shaper: Shaper) -> None:
-        """Shape."""
+        """Set the shaper to this link."""
         rate = self.mbit_s * BYTES_PER_MBIT
         shaper.begin(Trace("link", "constant", (0.0,), (rate,), 3600.0), 0.0, Conditions(rtt_s=self.rtt_s))
 
 
 def run(job: PrefillJob, producer: PrefillProducer, decoders: Sequence[Decoder] = ()) -> tuple[Prefill, list[Decoded]]:
-    """Compute a prompt, and play it on all decoders at once; raises a `KvabrError` if a process fails.
+    """Compute a prompt, and play it on all decoders at the same time; raise a `KvabrError` if a process fails.
 
     Live plays start before the prefill; others once the cache is published.
     """
@@ -143,7 +143,7 @@ def run(job: PrefillJob, producer: PrefillProducer, decoders: Sequence[Decoder] 
         for decoder in decoders:
             decoder.send(job)
     prefill: Prefill = _checked(producer.ask(job))
-    if job.kind == "end":  # not available before
+    if job.kind == "end":  # published only at the end
         for decoder in decoders:
             decoder.send(job)
     return prefill, [_checked(decoder.answer()) for decoder in decoders if job.kind != "alone"]
@@ -269,7 +269,7 @@ _STYLE = (
 
 
 def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
-    """Return an SVG of three lanes over time: computed tokens, published groups, groups in place; full bar: all."""
+    """Return an SVG with three lanes over time: computed tokens, published groups, and groups in place."""
     began_s, groups = prefill.began_s, len(decoded.groups_s)
     last_s = max(decoded.ready_s, prefill.ended_s) - began_s
     x: Callable[[float], float] = lambda at_s: _LEFT + (_WIDTH - _LEFT - 20) * (at_s - began_s) / last_s  # noqa: E731

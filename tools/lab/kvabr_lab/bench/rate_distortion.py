@@ -1,4 +1,4 @@
-"""`kvabr bench rd` without its command line: choose the schemes, run them, return plain JSON values."""
+"""`kvabr bench rd` without its command line: chooses schemes, runs them, and returns plain JSON values."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SCHEMA = "kvabr.bench.rd/1"
 AC = "AC"
 """Curve of the tracks that need a profile."""
 ENDS = {"AC-L0": ("AC-L1", "AC-L2"), "AC-L1": ("AC-L2",), "AC-L2": ("AC-L3",)}
-"""Tracks also measured with a finer last group, as in a play that chooses a track per group."""
+"""Tracks that are also measured with a finer last group, as in plays that choose a track per group."""
 AC_END = f"{AC}, end finer"
 _PLAIN = {"floats": ("FP", "BF", "Raw"), "integers": ("Int",)}
-"""Families of the other tracks, by the beginnings of their names."""
+"""Families of the other tracks, by the first letters of their names."""
 TARGET = "CacheGen"
 
 Row = dict[str, Any]
@@ -35,21 +35,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The measurements to do."""
+    """The measurements to run."""
 
     contexts: Sequence[Context]
     tracks: Sequence[str] | None = None
     profiles: Mapping[str, Profile] | None = None
-    """By label, each with its own points on the curve; without any, tables are estimated from each cache."""
+    """Profiles by label, each with separate points on the curve. If empty, tables are estimated from each cache."""
     peers: Path | None = None
     cachegen: Sequence[str] = (TARGET,)
     """Levels to measure, see `kvabr_lab.bench.other_codecs.LEVELS`."""
     group_tokens: Sequence[int] = ()
-    """Quality is measured with the first, sizes with all. Empty: the model's own."""
+    """Group sizes in tokens: quality is measured with the first, sizes with all. Empty: the model's group size."""
     retrieval: int = 0
-    """Contexts to plant codes in."""
+    """Number of contexts in which codes are planted."""
     kvtc: Sequence[float] = ()
-    """Ratios of KVTC's recipe, see `kvabr_lab.bench.kvtc`; transforms are learnt on first use."""
+    """Compression ratios of KVTC, see `kvabr_lab.bench.kvtc`; transforms are learnt on first use."""
     spec: KVSpec | None = None
 
 
@@ -59,7 +59,7 @@ class Schemes:
 
     coded: list[Scheme]
     recalled: list[Scheme]
-    """For retrieval: the same caches, without slow peers."""
+    """Schemes for retrieval: they give the same caches, without slow peers."""
     resized: dict[int, list[Scheme]]
 
 
@@ -93,7 +93,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
     coded: list[Scheme] = [*ours, Kivi(4, group_tokens=first), Kivi(2, group_tokens=first)]
     coded += [EngineFp8(), NvFp4(), *(TurboQuant(bits) for bits in (4, 3, 2))]
     usual = [scheme for scheme in coded if scheme.family != AC_END]
-    # Retrieval needs no peers: CacheGen's quantiser makes the same cache, and zstd is lossless.
+    # Retrieval needs no peers: CacheGen's quantiser gives the same cache, and zstd is lossless.
     recalled: list[Scheme] = [*usual, *(CacheGenQuantiser(name) for name in plan.cachegen)]
     coded += _kvtc(bench, plan, first)
     resized: dict[int, list[Scheme]] = {size: [*_tracks(bench, plan, size)] for size in others}
@@ -105,7 +105,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
         for size in others:
             resized[size] += [LMCacheCodec(found["lmcache"], bench.store, group_tokens=size)]
     else:
-        # Without LMCache its quality is known, but not its size.
+        # Without LMCache, the quality is known, but not the size.
         coded += [CacheGenQuantiser(name) for name in plan.cachegen]
     if "zstd" in found:
         spec = bench.store.spec
@@ -114,7 +114,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
 
 
 def _kvtc(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Scheme]:
-    """Return KVTC's recipe at every ratio, with the last tokens exact as in the paper, and coded as here."""
+    """Return KVTC at every ratio, both with the last tokens exact as in the paper, and with these coded, too."""
     if not plan.kvtc:
         return []
     spec = plan.spec or bench.store.spec

@@ -1,7 +1,7 @@
-"""Repetitive texts, which break some codecs that code ordinary texts well.
+"""Repetitive texts, on which some codecs fail that are good on ordinary texts.
 
-A codec's errors cancel over many tokens, but not over copies of one. Such texts occur: dumps, tables of zeros, logs,
-binary data in base64.
+A codec's errors cancel over many tokens, but not over copies of one token. Such texts occur in practice: dumps, tables
+of zeros, logs, binary data in base64.
 """
 
 from __future__ import annotations

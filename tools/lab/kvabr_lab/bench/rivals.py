@@ -1,7 +1,7 @@
 """Other quantisers as schemes: KIVI's, TurboQuant's, and the formats in which engines store their caches.
 
-Each codes the whole prompt, even if its paper keeps recent tokens exact, and every byte counts: codes, scales, offsets
-and norms. There is no entropy coding, as in the originals.
+Each quantiser codes the whole prompt, even if its paper keeps recent tokens exact. Sizes include every byte: codes,
+scales, offsets and norms. As in the originals, there is no entropy coding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Kivi(Scheme):
     """KIVI's quantiser (Liu et al., 2024): asymmetric integers, keys per channel, values per token, 32 per scale."""
 
     span = 32
-    """Elements that share an offset and a scale, both in half precision."""
+    """Number of elements that share an offset and a scale, both in half precision."""
 
     def __init__(self, bits: Literal[2, 4], *, group_tokens: int) -> None:
         self.bits = bits
@@ -40,7 +40,8 @@ class Kivi(Scheme):
         nbytes = 0
         for first, end in groups(cache.shape[3], self.group_tokens):
             part = cache[:, :, :, first:end].float()
-            # Keys: runs of tokens of one channel. Values: runs of channels of one token.
+            # A scale of keys is for a run of tokens of one channel, a scale of values for a run of channels of one
+            # token.
             keys, scales = self._round(part[:, 0].transpose(-1, -2))
             values, more = self._round(part[:, 1])
             nbytes += part.numel() * self.bits // 8 + 4 * (scales + more)
@@ -60,7 +61,7 @@ class Kivi(Scheme):
 
 
 def affine(part: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
-    """Round [..., element] float32 to integers of ``bits`` between the least and the largest element of a row.
+    """Round [..., element] float32 to integers of ``bits`` bits between the smallest and largest element of a row.
 
     Each row has an offset and a scale in half precision. Return the decoded elements, and the number of rows.
     """
@@ -72,10 +73,10 @@ def affine(part: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
 class TurboQuant(Scheme):
     """TurboQuant for mean squared error (Zandieh et al., 2025; arXiv 2504.19874).
 
-    The key or value of a head and token is a vector. Its norm is stored in half precision; a fixed random rotation
-    makes each coordinate distributed as that of a random direction, and each is rounded to the nearest centroid of that
-    distribution's best scalar quantiser. The variant for inner products spends one of the bits on the residual's signs;
-    it is unbiased, but loses more here.
+    The key or value of a head and token is a vector. Its norm is stored in half precision. After a fixed random
+    rotation, each coordinate is distributed like that of a random direction, and is rounded to the nearest centroid of
+    the best scalar quantiser for this distribution. The variant for inner products uses one of the bits for the
+    residual's signs; it is unbiased, but loses more here.
     """
 
     def __init__(self, bits: int) -> None:
@@ -100,7 +101,7 @@ class TurboQuant(Scheme):
         out = torch.empty_like(cache)
         for layer, part in enumerate(cache):
             vectors = part.float()
-            # Caches are far below the largest norm that half precision holds.
+            # Norms in real caches are far below the maximum of half precision.
             norms = vectors.norm(dim=-1, keepdim=True).half().float()
             turned = (vectors / norms.clamp(min=2.0**-24)) @ turn
             nearest = centroids[torch.bucketize(turned, edges)]
@@ -117,7 +118,7 @@ def _rotation(dim: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _centroids(dim: int, bits: int) -> NDArray[np.float32]:
-    """Return the ascending centroids of the Lloyd-Max quantiser of a random unit vector's coordinate."""
+    """Return the ascending centroids of the Lloyd-Max quantiser for a coordinate of a random unit vector."""
     x = np.linspace(-1, 1, 200_001)
     density = (1 - x * x) ** ((dim - 3) / 2)
     mass, moment = np.cumsum(density), np.cumsum(density * x)
@@ -135,7 +136,7 @@ def _centroids(dim: int, bits: int) -> NDArray[np.float32]:
 
 
 class EngineFp8(Scheme):
-    """FP8 as engines store it (vLLM's ``fp8_e4m3``, its scales left at 1): every element rounded to E4M3."""
+    """FP8 as engines store it (vLLM's ``fp8_e4m3`` with scales of 1): every element is rounded to E4M3."""
 
     name, family, group_tokens = "FP8, engine", "engine formats", 1
     _LARGEST = 448.0
@@ -156,8 +157,8 @@ class EngineFp8(Scheme):
 class NvFp4(Scheme):
     """NVFP4 as engines store it: E2M1 in blocks of 16 channels of one token, each with a scale in E4M3.
 
-    A second scale in float32, for the keys and for the values of a layer, brings the blocks' scales into E4M3's range.
-    Keys are coded like values, along channels, since engines append tokens one by one.
+    A second scale in float32, one for the keys and one for the values of a layer, brings the blocks' scales into E4M3's
+    range. Keys are coded along channels, like values, since engines append tokens one by one.
     """
 
     name, family, group_tokens = "NVFP4", "engine formats", 1

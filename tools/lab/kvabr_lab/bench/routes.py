@@ -1,6 +1,6 @@
 """The chart of `kvabr route --day` as SVG: every rule's mean time to the first token over the link's rate.
 
-The left panel has seconds; the right one the extra time over the oracle, or over the best rule.
+The left panel shows seconds; the right panel shows the extra time compared with the oracle, or with the best rule.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def chart(result: Mapping[str, Any]) -> str:
     """Return the chart of the results of `kvabr route --day --json`.
 
     Raises:
-        FormatError: They are not such results, or are empty.
+        FormatError: The results are empty, or of another kind.
     """
     curves = _curves(result)
     names = sorted(curves, key=lambda name: (name != _FIRST, name == _ORACLE))
@@ -96,7 +96,7 @@ def _panel(title: str, curves: Mapping[str, Curve], names: Sequence[str], column
         out += [stroke(across(tick), _TOP, across(tick), low, "grid")]
         out.append(label(across(tick), low + 16, rate_name(tick), "tick", "middle"))
     ticks = [step * power for power in up.powers(10) for step in (0.5, 1, 2) if up.low <= step * power <= up.high]
-    # Rules that are nearly alike lie between two round numbers.
+    # Nearly equal rules may lie between two round numbers.
     for tick in ticks if len(ticks) > 1 else (up.low, math.sqrt(up.low * up.high), up.high):
         out.append(stroke(_LEFT, up(tick), _WIDTH - _RIGHT, up(tick), "grid"))
         out.append(label(_LEFT - 6, up(tick) + 4, f"{tick:.3g}", "tick", "end"))

@@ -1,6 +1,6 @@
 """Schemes: ways to compress a whole cache.
 
-Sizes count every byte that a reader needs, including frames and scales, except the profile, which is fetched once.
+Sizes include every byte that a reader needs, such as frames and scales, but not the profile, which is fetched once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
 _CHUNK = "00" * 32
-"""Frames need a prompt digest; this one is not checked."""
+"""Prompt digest for frames, which is not checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Coded:
 
 
 class Scheme(ABC):
-    """A way to compress a cache, at one rate."""
+    """A way to compress a cache at one rate."""
 
     name: str
     family: str
@@ -46,24 +46,24 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """Key of all inputs of the result except the cache."""
+        """Key that covers all inputs of the result except the cache."""
 
     @abstractmethod
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Encode, and decode unless only the size is needed.
+        """Encode a cache; decode it unless only the size is needed.
 
-        ``cache`` is [layer, K/V, head, token, dim] in half precision, and stays unchanged.
+        ``cache`` is [layer, K/V, head, token, dim] in half precision, and is not modified.
         """
 
 
 def groups(tokens: int, each: int) -> Iterator[tuple[int, int]]:
-    """Yield each group's first token, and the one after its last."""
+    """Yield each group's first token, and the token after its last."""
     for first in range(0, tokens, each):
         yield first, min(first + each, tokens)
 
 
 class TrackScheme(Scheme):
-    """A track of kvabr, together with the tracks that it refines."""
+    """A track of kvabr, including the tracks that it refines."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class TrackScheme(Scheme):
 
         Args:
             track: The codec.
-            spec: Of the caches; layer classes are coded separately.
-            profile: For codecs that need it.
-            group_tokens: None: the spec's.
-            label: Suffix of the name that distinguishes profiles.
-            family: The curve; the track's name if empty.
-            free: Whether caches are position-free (`kvabr.codec.base.GroupContext.free`).
-            end: The last group's codec, if different.
-            finer: Last tokens that AC's tracks store finer; None: as published.
+            spec: Spec of the caches; layer classes are coded separately.
+            profile: Profile for codecs that need one.
+            group_tokens: Tokens per group; None: as in the spec.
+            label: Suffix of the name, to distinguish profiles.
+            family: Name of the curve; empty: the track's name.
+            free: True if caches are position-free (`kvabr.codec.base.GroupContext.free`).
+            end: Codec of the last group, if different.
+            finer: Number of last tokens that AC tracks store with higher precision; None: as published.
         """
         self._tracks, self._end = track_chain(track), track_chain(end or track)
         self._needs = any(codec(name).needs_profile for name in (*self._tracks, *self._end))
@@ -145,12 +145,12 @@ class TrackScheme(Scheme):
 
 
 def by_class(cache: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, ...]:
-    """Return a tensor per layer class; all have the same shape."""
+    """Return one tensor per layer class; all classes have the same shape."""
     return tuple(cache[list(each.layers)] if len(spec.classes) > 1 else cache for each in spec.classes)
 
 
 class OwnTrack(Scheme):
-    """A track with tables estimated from the cache itself and sent with it, for a model without a profile."""
+    """A track with tables that are estimated from the cache itself and sent with it, for models without a profile."""
 
     def __init__(self, track: str, spec: KVSpec, *, group_tokens: int | None = None) -> None:
         self._track, self._spec = track, spec
@@ -163,14 +163,14 @@ class OwnTrack(Scheme):
         return f"own|{self._track}|{self.group_tokens}|{sources('codec')}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Encode and decode like `TrackScheme`, counting the profile's bytes."""
+        """Encode and decode like `TrackScheme`; the size includes the profile."""
         profile = own_profile(self._spec, by_class(cache, self._spec))
         coded = TrackScheme(self._track, self._spec, profile, group_tokens=self.group_tokens).code(cache, decode=decode)
         return Coded(coded.nbytes + len(profile.to_bytes()), coded.cache)
 
 
 def track_chain(track: str) -> tuple[str, ...]:
-    """Return a track and all tracks that it refines, base first."""
+    """Return a track and all tracks below it, base first."""
     names = [track]
     while (lower := codec(names[0]).refines) is not None:
         names.insert(0, lower)

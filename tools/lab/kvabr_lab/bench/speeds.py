@@ -1,7 +1,7 @@
 """The chart of tools/bench-speeds as SVG: time to the first token, and KL, over the rate of the link.
 
-Each cache has a column; all axes are logarithmic. Filled marks are real plays, hollow ones simulated with measured
-rates; a line is dashed if one end is simulated.
+Each cache has a column; all axes are logarithmic. Filled marks are real plays; hollow marks are simulated with measured
+rates. A line is dashed if one end is simulated.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Point:
     mbit: float
     way: str
     live: bool
-    """Played over a shaped link, not simulated with measured rates."""
+    """True if played over a shaped link, False if simulated with measured rates."""
     ttft_s: float
     kl: float
-    """Mean against the exact cache, nats per token."""
+    """Mean KL divergence from the exact cache, nats per token."""
     bytes: int
 
     @classmethod
@@ -77,13 +77,13 @@ class ShapeEntry(TypedDict):
 
     title: str
     cold_s: float | None
-    """The prompt's prefill here; None: not measured."""
+    """Seconds of the prompt's prefill on this machine; None if not measured."""
     kl: str
     """``measured`` or ``expected``."""
 
 
 def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point], note: str = _NOTE) -> str:
-    """Return the chart of caches in column order, with the first way drawn boldly and a note below.
+    """Return the chart with one column per cache, the first way drawn boldly, and a note below.
 
     Raises:
         FormatError: There are no points.
@@ -110,7 +110,7 @@ def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point], note: str = _NO
 
 
 def rate_name(mbit: float) -> str:
-    """Return a rate as text: ``300 Mbit/s``, ``3 Gbit/s``."""
+    """Format a rate as text: ``300 Mbit/s``, ``3 Gbit/s``."""
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
 
 

@@ -1,7 +1,7 @@
 """Results of a rate-distortion bench: statistics per scheme, rates of equal quality, tables and a sentence.
 
-Intervals are bootstrapped: contexts (for losses) and cases (for retrieval) are resampled with replacement, the same
-ones for both sides of a comparison.
+Intervals are bootstrapped: contexts (for losses) and cases (for retrieval) are resampled with replacement, in the same
+way for both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class RateCurve:
 
     names: tuple[str, ...]
     bits: Samples
-    """[scheme], mean over contexts."""
+    """Bits per element, [scheme], mean over contexts."""
     losses: Samples
-    """KL, [scheme, context]."""
+    """KL divergences, [scheme, context]."""
     felt: Samples
-    """The same, with the first tokens counted more (`kvabr.types.catalog.Quality.loss`)."""
+    """Losses that give the first tokens more weight (`kvabr.types.catalog.Quality.loss`), [scheme, context]."""
     recalls: dict[str, Samples]
     """``logprob`` and ``whole``, each [scheme, case]; empty without retrieval."""
 
 
 def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
-    """Return the curve of schemes measured on the same contexts and cases."""
+    """Return the curve of schemes that were measured on the same contexts and cases."""
     bits = {name: _mean(list(findings.quality[name].values()), "bits") or 0.0 for name in names}
     ordered = sorted(names, key=bits.__getitem__)
     losses, felt = (
@@ -101,16 +101,16 @@ def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
 
 
 def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> float:
-    """Return the least rate above which a curve never costs more than ``target``; infinity if the highest does.
+    """Return the lowest rate from which on a curve never costs more than ``target``; infinity if there is none.
 
-    ``bits`` ascend. ``log`` interpolates the logarithm of the costs; right for KL, which falls exponentially.
+    ``bits`` ascend. ``log`` interpolates the logarithm of the costs, as is right for KL, which falls exponentially.
     """
     good = costs <= target + 1e-9 * abs(target)  # tolerate rounding
     if not good[-1]:
         return float("inf")
     if good.all():
         return float(bits[0])
-    above = int(np.flatnonzero(~good)[-1])  # highest rate that is not good enough
+    above = int(np.flatnonzero(~good)[-1])  # the highest rate that is not good enough
     scale: Callable[[float], float] = (lambda cost: float(np.log(max(cost, 1e-12)))) if log else float
     worse, better, wanted = scale(costs[above]), scale(costs[above + 1]), scale(target)
     share = min(1.0, (worse - wanted) / (worse - better))
@@ -118,12 +118,12 @@ def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> floa
 
 
 def match(ours: RateCurve, theirs: RateCurve) -> Row:
-    """Return the rate at which a curve of two or more schemes is as good as one scheme by every measure.
+    """Return the rate at which a curve of two or more schemes is as good as another scheme by every measure.
 
     Returns:
-        Bits per element at which KL, the loss that counts first tokens more, log-probability of planted codes, and
-        share of whole codes equal theirs: ``kl, loss, logprob, whole``; their maximum ``bits`` with ``ci95``; and
-        ``theirs``, the other scheme's rate.
+        ``kl, loss, logprob, whole``: bits per element at which KL, the loss with more weight on first tokens, the
+            log-probability of planted codes, and the share of whole codes equal those of the other scheme. ``bits``
+            with ``ci95``: their maximum. ``theirs``: the other scheme's rate.
     """
     every = np.arange(ours.losses.shape[1])
     cases = np.arange(next(iter(ours.recalls.values())).shape[1]) if ours.recalls and theirs.recalls else None
@@ -157,7 +157,7 @@ def _match(
 
 
 def at_group_size(ours: RateCurve, bits: float, sizes: Mapping[str, Mapping[str, Row]]) -> float | None:
-    """Return the rate that ``bits`` on a curve becomes in ``sizes``, rows with another group size."""
+    """Return the rate that corresponds to ``bits`` on a curve for another group size; ``sizes`` has its rows."""
     if any(name not in sizes for name in ours.names):
         return None
     other = [_mean(list(sizes[name].values()), "bits") or 0.0 for name in ours.names]
@@ -165,19 +165,19 @@ def at_group_size(ours: RateCurve, bits: float, sizes: Mapping[str, Mapping[str,
 
 
 def exact_recall(findings: Findings) -> Row | None:
-    """Return the mean retrieval from the exact cache, if measured."""
+    """Return the mean retrieval from the exact cache; None if not measured."""
     rows = list(findings.recall.get(EXACT, {}).values())
     return {key: _mean(rows, key) for key in ("digits", "whole", "logprob")} | {"cases": len(rows)} if rows else None
 
 
 def text_row(findings: Findings) -> Row | None:
-    """Return the mean ``nll`` and ``entropy`` with exact caches, if measured."""
+    """Return the mean ``nll`` and ``entropy`` with exact caches; None if not measured."""
     rows = list(findings.texts.values())
     return {key: _mean(rows, key) for key in ("nll", "entropy")} if rows else None
 
 
 def text_sentence(result: Row) -> str:
-    """Describe how well the model expects the texts, if measured."""
+    """Return a sentence on how well the model predicts the texts; empty if not measured."""
     text = result["text"]
     if not text:
         return ""
@@ -239,7 +239,7 @@ def domain_table(result: Row) -> Table:
 
 
 def group_table(result: Row) -> Table | None:
-    """Return sizes at CacheGen's quality by group size, if any."""
+    """Return sizes at CacheGen's quality by group size; None if not measured."""
     against = result["against"]
     if not against or not against["group_sizes"]:
         return None
@@ -251,7 +251,7 @@ def group_table(result: Row) -> Table | None:
 
 
 def sentence(result: Row) -> str:
-    """Describe the outcome in a sentence or two."""
+    """Return a sentence or two about the outcome."""
     against, ends = result["against"], result["against_end"]
     if not against:
         return f"{len(result['schemes'])} schemes on {len(result['contexts'])} contexts"

@@ -1,7 +1,7 @@
 """Synthetic profiles and caches in the shape of models that are not installed.
 
-A coder's speed depends only on shapes, rates, and the number of dead rows. So coefficients have spreads that fall off
-like those of SmolLM2's caches, and the transform is a random rotation.
+A coder's speed depends only on shapes, rates, and the number of dead rows. So the spreads of coefficients fall like
+those of SmolLM2's caches, and the transform is a random rotation.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Structure, Tra
 from kvabr.types.kv import KVSpec, RopeSpec
 
 LLAMA = KVSpec.uniform("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
-"""Its real rotary embedding is scaled, which takes the same time to undo."""
+"""Spec of Llama-3.1-8B. Its real rotary embedding is scaled, which takes the same time to undo."""
 
 _LEADING, _FALL = 9.0, 0.72
-"""Spread of a stack's first coefficient, in units of the norm, and the exponent by which the others fall."""
+"""Spread of a stack's first coefficient, in units of the norm, and exponent by which the spreads of others fall."""
 _TRAILING = 0.34
 """Spread of a block's first component outside the stack."""
 _NEVER = 1e6
-"""Threshold above which a token would be kept exact."""
+"""Threshold high enough that no token is stored separately."""
 _COUNTED_TILES = 8
 
 
 def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> ClassProfile:
-    """Make a profile for caches of this shape, by a calibration's default structure and steps; takes up to a minute."""
+    """Make a profile for caches of this shape, with default structure and steps; takes up to a minute."""
     config = config or FitConfig()
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads)
     dice = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Cla
 
 
 def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tensor:
-    """Draw the coefficients of some tokens: [row, token] float32, Laplacian, in units of the norm."""
+    """Draw the coefficients of ``tokens`` tokens: [row, token] float32, Laplacian, in units of the norm."""
     spread = np.empty(structure.rows)
     for number, stack in enumerate(structure.stacks):
         size, blocks = structure.width_of(stack), len(structure.blocks_of(stack))
@@ -73,7 +73,7 @@ def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tens
 
 
 def cache(made: ClassProfile, tokens: int, seed: int = 2) -> torch.Tensor:
-    """Make a cache from such coefficients: [layer, K/V, head, token, dim] in the spec's dtype."""
+    """Make a cache from drawn coefficients: [layer, K/V, head, token, dim] in the spec's dtype."""
     spec = made.spec
     out = torch.empty(spec.shape(tokens), dtype=spec.torch_dtype)
     # The finest step that the decoder's integers allow.

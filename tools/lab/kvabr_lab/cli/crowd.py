@@ -1,4 +1,4 @@
-"""`kvabr crowd`: the number of caches for very many players of one asset, and the first bottleneck."""
+"""`kvabr crowd`: the number of caches needed for very many players of one asset, and the first bottleneck."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 
 def axes_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the axes of the matrix file, if any, overridden by the options."""
+    """Return the axes in the matrix file, if there is one; options override them."""
     from kvabr_lab.matrix import read_toml
 
     files = [path for path in args.source if path.suffix == ".toml"]
@@ -245,7 +245,7 @@ def _or_own(text: str) -> float | str:
 
 @contextmanager
 def kept_on_interrupt(folder: Path) -> Iterator[None]:
-    """On Ctrl-C, report that finished plays are kept."""
+    """On Ctrl-C, print that finished plays are kept."""
     try:
         yield
     except KeyboardInterrupt as error:

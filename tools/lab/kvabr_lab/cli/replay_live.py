@@ -1,4 +1,4 @@
-"""`kvabr replay --live`: play real bytes through a shaped link."""
+"""`kvabr replay --live`: plays real bytes through a shaped link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIMULATED = {
 
 
 def check(args: ReplayCommand) -> None:
-    """Raise UsageError for options that a real play cannot have."""
+    """Raise UsageError for options that do not apply to real plays."""
     if args.passages:
         raise UsageError("--passages is for simulations: a real play has an asset's groups")
     if args.asset is None or Path(args.asset).is_file():
@@ -43,7 +43,7 @@ def run(
     queue_bytes: int | None,
     on_progress: Callable[[int], None],
 ) -> Report:
-    """Play the matrix, really and in simulation."""
+    """Play the matrix both over real connections and in simulation."""
     from kvabr_lab.live.experiment import LiveOptions
     from kvabr_lab.live.run import replay_live
 

@@ -317,8 +317,8 @@ def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
 def describe(trace: Trace) -> dict[str, Any]:
     """Return statistics of a trace as plain JSON values: rates in Mbit/s, all weighted by time.
 
-    ``cv`` is standard deviation over mean, ``p5_mbps`` the rate that the link stays below for 5 % of the time,
-    ``zero_share`` the share of time at rate zero.
+    ``cv`` is standard deviation over mean, ``p5_mbps`` the rate that the link does not reach for 5 % of the time,
+    ``zero_share`` the fraction of time at rate zero.
     """
     parts = [(rate / BYTES_PER_MBIT, end - start) for start, end, rate in trace.segments()]
     mean = trace.mean_rate / BYTES_PER_MBIT
@@ -339,7 +339,7 @@ def describe(trace: Trace) -> dict[str, Any]:
 
 
 def sparkline(trace: Trace, cells: int = 24) -> str:
-    """Return the rate over time as a row of bars, each a mean over its share of the time; blank for zero."""
+    """Return the rate over time as a row of bars; each is the mean over an equal part of the time, blank for zero."""
     step = trace.duration_s / cells
     carried = [0.0] * cells
     for start, end, rate in trace.segments():
@@ -355,7 +355,7 @@ def sparkline(trace: Trace, cells: int = 24) -> str:
 
 
 def _quantile(parts: list[tuple[float, float]], share: float) -> float:
-    """Return the lowest rate such that ``share`` of the time is at or below it; parts are (rate, length)."""
+    """Return the lowest rate that is not exceeded for ``share`` of the time; ``parts`` are (rate, length)."""
     rest = share * math.fsum(length for _, length in parts)
     for rate, length in sorted(parts):
         rest -= length
@@ -368,7 +368,7 @@ def dumps(trace: Trace, note: str = "") -> str:
     """Return the trace as text.
 
     Raises:
-        TraceError: The trace's name or family would not read back.
+        TraceError: The trace's name or family would be read back differently.
     """
     for what, name in (("name", trace.name), ("family", trace.family)):
         if not native.is_plain(name):
@@ -383,6 +383,6 @@ def dumps(trace: Trace, note: str = "") -> str:
 
 
 def _decimal(value: float) -> str:
-    """Return the shortest decimal that reads back as ``value``."""
+    """Return the shortest decimal that is read back as ``value``."""
     value = float(value)
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)

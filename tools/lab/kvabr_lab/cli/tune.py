@@ -1,4 +1,4 @@
-"""`kvabr tune`: search the parameters that a policy declares, and report the gain on links that it did not see."""
+"""`kvabr tune`: searches the parameters that a policy declares, and reports the gain on links outside the search."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A day of requests over two sites: prefill queues, prefix caches, and a link that requests share."""
+"""A day of requests over two sites, with prefill queues, prefix caches, and a link that requests share."""

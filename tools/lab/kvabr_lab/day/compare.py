@@ -1,4 +1,4 @@
-"""Play a day under every rule and compare TTFT, deadlines, GPU seconds and bytes."""
+"""Plays a day under every rule, and compares TTFT, deadlines, GPU seconds and bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DayResult:
 
     rule: str
     mean_s: float
-    """TTFT."""
+    """Mean TTFT, seconds."""
     p50_s: float
     p95_s: float
     met: float
@@ -37,8 +37,9 @@ class DayResult:
     shares: dict[str, float]
     note: str = ""
     elsewhere_s: float = 0.0
-    """Extra time of requests placed differently than by the oracle, in seconds per request of the day. The rest of the
-    difference between both means is extra waiting of the others."""
+    """Mean time, in seconds per request of the day, that requests lose by being placed elsewhere than by the oracle.
+    The other requests lose the rest of the difference from the oracle's mean by waiting.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -95,14 +96,14 @@ def compare(
     Args:
         requests: The day.
         shape: Sites and link.
-        deadline_s: Only reported, since the rules minimise time.
-        sweeps: Sweeps of the oracle's search; 0: no oracle.
+        deadline_s: Deadline; only used in the report, since the rules minimise time.
+        sweeps: Number of sweeps of the oracle's search; 0: no oracle.
         rules: Names of rules, with or without `KNOWING`.
         played: Outcomes under further rules.
-        on_progress: Receives a stage (``rules``, ``oracle``), the steps done, and all steps.
+        on_progress: Called with a stage (``rules``, ``oracle``), the finished steps, and their total.
 
     Raises:
-        UsageError: There are no requests, or no such rule.
+        UsageError: There are no requests, or a rule is unknown.
     """
     if not requests:
         raise UsageError("the day has no requests; ask for more of them, or another seed")

@@ -1,12 +1,13 @@
-"""A rule with the best possible knowledge of a router, and the gain from further knowledge.
+"""A rule with the best knowledge that a router can have, and the gain from further knowledge.
 
-`Informed` shows how much of the advantage of `oracle`, which knows the future, a router could reach: it has the
-simulator, the request generator, the history of the link, and unlimited time per decision (about a second). It plays
-several futures for every place of a request: requests of other seeds at this time of day, the link as it continued
-after similar moments, and random prefill times; later requests go where their first token is soonest. It deviates from
-kvabr's rule only for a gain above its standard error.
+`Informed` shows how much of the advantage of `oracle`, which knows the future, a router could reach. It has the
+simulator, the request generator, the history of the link, and unlimited time per decision (about a second). For every
+place of a request it plays several futures: requests of other seeds at this time of day, the link as it continued after
+similar moments, and random prefill times. Later requests go where their first token is soonest. It deviates from
+kvabr's rule only if the gain exceeds its standard error.
 
-Each piece of given `KNOWLEDGE`, fixed in all futures, explains a part of the oracle's advantage.
+If it is given a piece of `KNOWLEDGE`, that piece is the same in all futures; the gain shows which part of the oracle's
+advantage it explains.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ REQUESTS, LINK, TIMES = "requests", "link", "times"
 KNOWLEDGE = (REQUESTS, LINK, TIMES)
 _OTHER_DAYS_OFFSET = 1 << 40
 _MOMENTS, _LOOK_S = 24, (2.0, 30.0)
-"""Past moments of the link compared per future, and the periods before them that must be similar, seconds."""
+"""Number of past moments of the link to compare per future, and seconds before these moments that must be similar."""
 _EQUAL_REQUESTS, _EQUAL_S = 4, 1e-6
-"""Equal requests in a row after which two futures are taken to be alike, and the tolerance."""
+"""Number of consecutive equal requests after which two futures count as equal, and the tolerance in seconds."""
 
 Arrival = tuple[float, DayRequest]
 
 
 def other_days(day: DayShape, shape: WorldShape, seed: int, count: int) -> list[list[Arrival]]:
-    """Return the arrivals on ``count`` other days with the same statistics; ``seed`` is the one to avoid."""
+    """Return the arrivals on ``count`` other days with the same statistics; ``seed`` is that of the actual day."""
     found = []
     for number in range(count):
         requests = day_of_requests(day, seed + _OTHER_DAYS_OFFSET + number)
@@ -55,7 +56,7 @@ def other_days(day: DayShape, shape: WorldShape, seed: int, count: int) -> list[
 
 
 class Informed(Kvabr):
-    """kvabr's rule, corrected by simulated futures that are as likely as the true one."""
+    """kvabr's rule, corrected by simulated futures that are as likely as the actual one."""
 
     def __init__(
         self,
@@ -67,9 +68,10 @@ class Informed(Kvabr):
         knows: Collection[str] = (),
         ahead: int = 32,
     ) -> None:
-        """Begin to play a day with ``futures`` per decision of at most ``ahead`` requests.
+        """Start a day; each decision plays ``futures`` futures of at most ``ahead`` requests.
 
-        ``others`` are other days, one per future, unless ``knows``, a subset of `KNOWLEDGE`, has the requests.
+        ``knows`` is a subset of `KNOWLEDGE`. Unless it contains the requests, ``others`` are other days, one per
+        future.
         """
         super().__init__(shape)
         if unknown := set(knows) - set(KNOWLEDGE):
@@ -95,7 +97,7 @@ class Informed(Kvabr):
     def _future(
         self, number: int, options: Sequence[Forecast], usual: int, request: DayRequest, now: float
     ) -> list[float]:
-        """Return the total time of a request and its successors in one future, by place."""
+        """Return, for each place, the total time of a request and its successors in one future."""
         shift = 0.0 if LINK in self._knows else self._moment(self._day.world, now) - now
         worlds, totals = [], []
         for one in options:
@@ -113,7 +115,7 @@ class Informed(Kvabr):
         return totals
 
     def _coming(self, number: int, usual: Choice, shift: float, now: float) -> Iterator[Arrival]:
-        """Yield one future's next requests; the day's own arrive as if this one went to its usual place."""
+        """Yield one future's next requests; the actual day's arrive as if the current one went to its usual place."""
         if REQUESTS not in self._knows:
             coming = (arrival for arrival in self._others[number] if arrival[0] > now)
             yield from (arrival for arrival, _ in zip(coming, range(self._ahead), strict=False))

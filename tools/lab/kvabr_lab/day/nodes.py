@@ -1,12 +1,12 @@
-"""A day of agent sessions on several nodes: the gain from hints and prefetching.
+"""Simulates a day of agent sessions on several nodes, to measure the gain from hints and prefetching.
 
 - Each node has an engine with a prompt cache (LRU), a store of groups (kvabr's own), a link to the origin, and one
   prefill at a time.
 - A turn first uses the engine's cache. Further published groups are loaded from the node's store or over the link if
-  that is faster than computing. Plays share the link in request order; prefetching uses the rest.
-- A prompt is published some time after its first token, its answer with the next turn.
+  that is faster than computing. Plays use the link in request order; prefetching uses the remaining capacity.
+- A prompt is published some time after its first token; its answer is published with the next turn.
 - With hints, the node of an answer (`keep`), or of the next turn (`prefetch`), fetches the published part of the prompt
-  missing in its store, and keeps it for some time. The last turn of a session is not announced.
+  that its store does not have, and keeps it for some time. It is not known which turn is the last of a session.
 
 The router keeps a session on its node (`sticky`), sends each turn to the node with the shortest queue (`any`), or does
 so only if the session's own node is busy (`spill`). For `prefetch` it chooses the node before the next turn; `spill`
@@ -34,11 +34,11 @@ HintKind = Literal["none", "keep", "prefetch"]
 ROUTERS: tuple[RouterKind, ...] = get_args(RouterKind)
 HINTS: tuple[HintKind, ...] = get_args(HintKind)
 _MIN_BUSY_S = 1.0
-"""Queue from which `spill` sends a turn elsewhere, seconds."""
+"""Seconds of queue from which `spill` sends a turn elsewhere."""
 
 
 class GroupKey(NamedTuple):
-    """A group's number, and the part of a prompt in which it ends, which identifies everything before it."""
+    """A group's number, and the part of a prompt in which the group ends, which identifies everything before it."""
 
     part: int
     group: int
@@ -51,14 +51,14 @@ class FleetShape:
     cost: PrefillCost
     cache: CacheSize
     rate: float
-    """Bytes/s of a node's link."""
+    """Rate of a node's link, bytes/s."""
     nodes: int = 4
     engine_tokens: int = 400_000
     store_tokens: int = 1_000_000
     keep_s: float = 600.0
     rtt_s: float = 0.02
     publish_s: float = 2.0
-    """From a turn's first token until its prompt is published."""
+    """Seconds from a turn's first token until its prompt is published."""
     router: RouterKind = "sticky"
     hints: HintKind = "none"
 
@@ -74,20 +74,20 @@ class FleetOutcome:
     """Results of a day."""
 
     ttft_s: list[float] = field(default_factory=list)
-    """Of every turn except the first of its session."""
+    """TTFT in seconds of every turn except the first of each session."""
     link_bytes: float = 0.0
     hint_bytes: float = 0.0
     unused_bytes: float = 0.0
-    """Prefetched bytes that no play of that node used."""
+    """Prefetched bytes that no play of the same node used."""
     groups: int = 0
     again: int = 0
-    """Groups that the same node had received before."""
+    """Number of groups that the same node had received before."""
     computed_tokens: int = 0
     known_tokens: int = 0
     hints: int = 0
-    """Hints that caused a prefetch."""
+    """Number of hints that caused a prefetch."""
     vain: int = 0
-    """Hints among these that no play of that node used."""
+    """Number of hints that prefetched only groups that no play of the node used."""
 
 
 class _Link:
@@ -125,9 +125,9 @@ class _Node:
         self.free_s = 0.0
         self.fetched: set[GroupKey] = set()
         self.unused: dict[GroupKey, int] = {}
-        """Unused prefetched groups, perhaps already evicted, with their hints."""
+        """Prefetched groups that were not used yet, each with its hint; they may already be evicted."""
         self.coming: dict[GroupKey, tuple[float, int]] = {}
-        """Pending prefetches: expiry and hint."""
+        """Pending prefetches, each with its expiry and hint."""
 
 
 class _Clock:
@@ -145,9 +145,9 @@ class Fleet:
         self._nodes = [_Node(shape, self._clock) for _ in range(shape.nodes)]
         self._published: set[GroupKey] = set()
         self._at: dict[int, tuple[_Node, int]] = {}
-        """Node and last turn of each session."""
+        """Node, and last turn, of each session."""
         self._planned: dict[int, _Node] = {}
-        """Node of its next turn, if decided."""
+        """Node of each session's next turn, if decided."""
         self._numbers = count()
         self._events: list[tuple[float, int, str, int]] = []
         self._following: dict[int, list[int]] = {}

@@ -1,8 +1,8 @@
-"""An oracle: choices for a day's requests found with full knowledge of the link and all requests.
+"""An oracle: places for a day's requests, found with full knowledge of the link and all requests.
 
-The optimum is out of reach (at least 3^n assignments), so the oracle improves the best rule's result: for each request
-in order, it tries other choices, plays the `HORIZON` following requests, and keeps a change that reduces their total
-time. Tests compare it with the optimum on small days.
+The optimum cannot be computed (at least 3^n assignments), so the oracle improves the best rule's result. For each
+request in order, it tries other choices, plays the `HORIZON` following requests, and keeps a change that reduces their
+total time. Tests compare it with the optimum on small days.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvabr_lab.route import BOTH, FETCH, LOCAL, REMOTE
 
 HORIZON = 48
 _EQUAL_REQUESTS = 4
-"""Consecutive requests with equal results after which a change has no further effect."""
+"""Number of consecutive requests with equal results after which a change has no further effect."""
 _SAME_S = 1e-6
 _FRONTS = (0.25, 0.5)
-"""Shares of a prompt tried as its front; a chosen front is then varied."""
+"""Fractions of a prompt to try as its front; a chosen front is then varied."""
 _CHANGES = (0.8, 1.25)
 _MIN_GROUPS = 8
 
@@ -96,7 +96,7 @@ def _sweep(
     ahead, base = day.copy(), dict[int, float]()
     while (arriving := day.next()) is not None:
         request, now = arriving
-        # Play the unchanged continuation from its last end until there is a change.
+        # Extend the play of the unchanged choices as far as needed.
         while len(base) <= horizon and (coming := ahead.next()) is not None:
             number = coming[0].number
             base[number] = ahead.serve(choices[number]).ttft_s
@@ -117,9 +117,9 @@ def _sweep(
 
 
 def _gain(day: Day, choices: Sequence[Choice], first: Choice, horizon: int, base: Mapping[int, float]) -> float:
-    """Play the next requests, the first as given, and return the gain over those also in ``base``.
+    """Return the total TTFT in seconds that the next requests save, compared to ``base``, with choice ``first``.
 
-    Stop when the change has no further effect.
+    Requests that are not in ``base`` are ignored. Stop when the choice has no further effect.
     """
     gain, alike = 0.0, 0
     for step in range(horizon + 1):

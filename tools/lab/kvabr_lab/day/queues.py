@@ -15,7 +15,7 @@ _MAX_SAMPLE_S = 1.0
 
 
 class BusyTimes:
-    """A resource's disjoint busy intervals, in order."""
+    """A resource's busy intervals, disjoint and in order."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
@@ -39,7 +39,7 @@ class BusyTimes:
             del self._begins[:gone], self._ends[:gone]
 
     def gaps(self, after: float) -> list[tuple[float, float]]:
-        """Return the free intervals from ``after`` on; the last one is infinite."""
+        """Return the free intervals from ``after`` on; the last interval is infinite."""
         index = bisect_right(self._ends, after)
         found = []
         for begin, end in zip(self._begins[index:], self._ends[index:], strict=True):
@@ -74,11 +74,11 @@ class BusyTimes:
 
 
 class WorkerPool:
-    """A site's prefill workers: actual schedule and forecast."""
+    """A site's prefill workers, with the actual schedule and the forecast."""
 
     def __init__(self, workers: int) -> None:
         self._jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(workers)]
-        """Start, end and forecast of each worker's jobs, in order."""
+        """Jobs of each worker in order: start, end, and forecast duration."""
 
     def copy(self) -> WorkerPool:
         """Return a copy."""
@@ -98,11 +98,11 @@ class WorkerPool:
         return least
 
     def free(self, after: float) -> float:
-        """Return when a worker is free, from ``after`` on."""
+        """Return the first time from ``after`` on at which a worker is free."""
         return min(_first(jobs, after, 0.0) for jobs in self._jobs)
 
     def gap(self, ready: float, seconds: float) -> tuple[float, float]:
-        """Return a worker's first free interval."""
+        """Return the first interval of ``seconds`` from ``ready`` on in which a worker is free."""
         begin, jobs = min((_first(jobs, ready, seconds), jobs) for jobs in self._jobs)
         return begin, next((job[0] for job in jobs if job[0] >= begin), math.inf)
 
@@ -129,14 +129,14 @@ def _first(jobs: list[tuple[float, float, float]], after: float, lasts: float) -
 
 
 class SharedWire:
-    """The link, with capacity reserved by earlier requests."""
+    """The link, with capacity that earlier requests have reserved."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity, self._busy, self._shift_s = capacity, BusyTimes(), 0.0
         self._coming: list[tuple[float, float, float]] = []
-        """Heap of pieces: end, ready time, bytes."""
+        """Heap of pieces that have not arrived: end, ready time, bytes."""
         self._seen_s = self._sampled_s = 0.0
-        """Last call of `samples`, and end of the last sample."""
+        """Time of the last call of `samples`, and end of the last sample."""
 
     def copy(self) -> SharedWire:
         """Return a copy."""
@@ -146,18 +146,18 @@ class SharedWire:
         return made
 
     def shift(self, seconds: float) -> None:
-        """Move the link ``seconds`` forward in its trace."""
+        """Move the link ``seconds`` ahead in its trace."""
         self._shift_s += seconds
 
     def carried(self, begin: float, end: float) -> float:
-        """Return the bytes carried between two times."""
+        """Return the bytes that the link carries between two times."""
         return self._capacity.between(begin + self._shift_s, end + self._shift_s)
 
     def _when(self, begin: float, nbytes: float) -> float:
         return self._capacity.when(begin + self._shift_s, nbytes) - self._shift_s
 
     def send(self, ready: float, nbytes: float, after: float = 0.0) -> float:
-        """Carry bytes from a ready time on; return the end."""
+        """Send bytes that are ready at a time; return when the last byte arrives."""
         start = max(ready, after)
         left, first, end = nbytes, -1.0, start
         for begin, until in self._busy.gaps(start) if start < self._busy.last_s else ((start, math.inf),):
@@ -175,7 +175,7 @@ class SharedWire:
         return end
 
     def backlog(self, now: float) -> float:
-        """Return the unfinished bytes that earlier requests could send now."""
+        """Return the unsent bytes of earlier requests that are ready now."""
         return math.fsum(nbytes for end, ready, nbytes in self._coming if ready <= now < end)
 
     def rate(self, nbytes: float, now: float) -> float:
@@ -185,7 +185,7 @@ class SharedWire:
         return nbytes / max(1e-9, self._when(now, nbytes) - now)
 
     def forget(self, now: float) -> None:
-        """Drop the past."""
+        """Drop state before a time."""
         while self._coming and self._coming[0][0] <= now:
             heapq.heappop(self._coming)
         self._busy.forget(now - _MAX_AGE_S)
@@ -193,7 +193,7 @@ class SharedWire:
     def samples(self, now: float, *, probes: bool = False) -> Iterator[tuple[float, float, float]]:
         """Yield a receiver's samples since the last call: end, bytes, seconds.
 
-        ``probes``: whether the idle link is probed, too; probes do not slow down transfers.
+        With ``probes``, the idle link is probed, too; probes do not slow down transfers.
         """
         for begin, end in (*self._busy.within(self._seen_s, now), (now, now)):
             if probes:
@@ -241,8 +241,8 @@ class PrefixCache:
         return found
 
     def add(self, parts: tuple[tuple[int, int], ...], ready: float) -> None:
-        """Add a prompt from a time on; parts in place stay."""
-        # The beginning is used last, since later parts are useless without it.
+        """Add a prompt that is ready at a time; parts that are already cached are kept."""
+        # Mark the beginning as used last, since later parts are useless without it.
         for number, tokens in reversed(parts):
             known = self._parts.pop(number, None)
             self._kept += tokens if known is None else 0

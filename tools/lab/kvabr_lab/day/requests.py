@@ -1,9 +1,9 @@
-"""The requests of a day: arrivals, prompt lengths, and shared beginnings.
+"""The requests of a day: arrivals, prompt lengths, and common beginnings.
 
-Conversations of three `KINDS` begin as a Poisson process with a rate that varies over the day as a sine, by 60 % of its
-mean, with optional bursts. A turn follows a pause after the previous answer, which takes 20 ms a token from its first
-token: a slow rule delays its own requests. Beginnings follow Zipf's law (exponent 1). A conversation ends when its next
-prompt, everything before it, would exceed the longest.
+Conversations of three `KINDS` begin as a Poisson process. Its rate varies over the day as a sine, by 60 % of the mean,
+with optional bursts. A turn follows a pause after the previous answer, which takes 20 ms per token from its first
+token, so a slow rule delays its own requests. Beginnings follow Zipf's law (exponent 1). A conversation ends when its
+next prompt, which contains everything before it, would exceed the maximum length.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvabr_lab.day.synth import Dice
 
 DAY_S = 86_400.0
 TOKEN_S = 0.02
-"""Per token of an answer."""
+"""Seconds per token of an answer."""
 _SWING = 0.6
-"""Variation of the arrival rate around its mean, as a share."""
+"""Variation of the arrival rate around its mean, relative to the mean."""
 _BURST_S, _BURST_SHARE = 60.0, 0.1
-"""Mean length of a burst, and share of time in bursts."""
+"""Mean length of a burst in seconds, and fraction of time in bursts."""
 _MAX_REQUESTS = 1_000_000
 
 T = TypeVar("T")
@@ -33,22 +33,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of conversation; lengths, in tokens, are log-normal: median, and deviation of the logarithm."""
+    """A kind of conversation. Lengths, in tokens, are log-normal: (median, standard deviation of the logarithm)."""
 
     share: float
     texts: int
-    """Shared beginnings."""
+    """Number of common beginnings."""
     shared: tuple[float, float]
-    """Their length."""
+    """Length of a common beginning."""
     first: tuple[float, float]
-    """The first message."""
+    """Length of the first message."""
     turns: float
-    """Further turns, geometric mean."""
+    """Mean number of further turns (geometric)."""
     more: tuple[float, float]
-    """Added by a turn."""
+    """Length that a turn adds."""
     answer: tuple[float, float]
     pause_s: float
-    """After an answer, exponential mean."""
+    """Mean pause after an answer (exponential), seconds."""
 
 
 KINDS = (
@@ -56,21 +56,21 @@ KINDS = (
     Kind(0.3, 300, (16_000, 0.8), (120, 0.7), 2, (80, 0.7), (250, 0.8), 60.0),
     Kind(0.2, 40, (12_000, 0.8), (1500, 1.0), 10, (1200, 1.0), (200, 0.8), 15.0),
 )
-"""Chats (system prompts), documents, agents (repositories)."""
+"""Chats (system prompts), documents, and agents (repositories)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DayShape:
-    """Number and length of requests."""
+    """Number and lengths of a day's requests."""
 
     requests: int = 4000
-    """Expected number."""
+    """Expected number of requests."""
     duration_s: float = DAY_S
     longest: int = 131_072
-    """Longest prompt, tokens."""
+    """Maximum length of a prompt, tokens."""
     length: float = 1.0
     burst: float = 1.0
-    """Factor on the arrival rate in bursts, which last a minute in the mean and occur every ten minutes."""
+    """Factor of the arrival rate in bursts, which last a minute and occur every ten minutes, on average."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= _MAX_REQUESTS:
@@ -89,18 +89,19 @@ class DayRequest:
 
     number: int
     at_s: float | None
-    """Arrival; None for a later turn."""
+    """Arrival time in seconds; None for a later turn."""
     pause_s: float
-    """Time from the previous answer."""
+    """Seconds from the end of the previous answer."""
     following: int | None
-    """Number of the next turn, if any."""
+    """Number of the next turn, or None."""
     parts: tuple[tuple[int, int], ...]
-    """Number and tokens of each part of the prompt. Requests with the same number at a position have the same prompt up
-    to the end of that part."""
+    """Number and tokens of each part of the prompt. If two requests have the same number at a position, their prompts
+    are equal up to the end of that part.
+    """
     answer: tuple[int, int]
-    """In the same form; later prompts of the conversation contain it."""
+    """Number and tokens of the answer, which is a part of later prompts of the conversation."""
     luck: tuple[float, float]
-    """Log ratio of its local and remote prefill time to the forecast, in standard deviations."""
+    """Logarithm of local, and of remote, prefill time relative to the forecast, in standard deviations."""
     tokens: int
 
 
@@ -121,9 +122,9 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     begin_s, bursts = 0.0, _bursts(shape, dice)
     most = (1 + _SWING) * shape.burst
     usual = 1 / (1 - _BURST_SHARE + _BURST_SHARE * shape.burst)
-    """Rate between bursts, as a share of the mean."""
+    """Rate between bursts, relative to the mean."""
     while True:
-        # Thinning: propose at the day's highest rate, accept in proportion.
+        # Thinning: propose at the day's highest rate, and accept in proportion to the current rate.
         begin_s += dice.exponential(every_s / (most * usual))
         if begin_s >= shape.duration_s:
             break
@@ -135,7 +136,7 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
 
 
 def shared_parts(requests: Sequence[DayRequest]) -> tuple[tuple[int, int], ...]:
-    """Return the shared beginnings, most popular first."""
+    """Return the common beginnings, most popular first."""
     used = Counter(request.parts[0] for request in requests if request.at_s is not None)
     return tuple(part for part, _ in used.most_common())
 

@@ -1,7 +1,7 @@
-"""The rules compared on a day; each decides for a request with the knowledge at its arrival.
+"""The rules to compare on a day. Each decides for a request with the knowledge available at its arrival.
 
-- ``local``, ``remote``: always there.
-- ``threshold:N``: remote if more than N tokens of the prompt are not cached here.
+- ``local``, ``remote``: always at this place.
+- ``threshold:N``: remote if more than N tokens of the prompt are not cached locally.
 - ``prfaas``: ``threshold:19400``, which Prefill-as-a-service (arXiv 2604.15039) reports for its case study.
 - ``break-even``: remote above n*(C), from the link estimate alone, ignoring queues and remote caches.
 - ``selfish``: kvabr's rule for each request alone.
@@ -9,7 +9,7 @@
 - ``unprobed``: kvabr's rule with link samples only from transfers.
 - ``kvabr``: kvabr's rule, with probes of the idle link.
 
-A day begins with the link's mean rate in memory. Two further rules measure the cost of missing knowledge:
+A day begins with the link's mean rate as known. Two further rules measure the cost of missing knowledge:
 
 - ``knows-link``: kvabr's rule with the future link.
 - ``knows-present``: kvabr's rule with the true time of the request at each place: the link, prefill times, and sharing
@@ -45,7 +45,7 @@ from kvabr_lab.route.router import USUAL_S
 PRFAAS_TOKENS = 19_400
 KVABR = "kvabr"
 RULES = ("local", "remote", "prfaas", "break-even", "selfish", "whole", "unprobed", KVABR)
-"""``threshold:N`` adds one for each number."""
+"""Names of rules. ``threshold:N`` adds a rule for each number N."""
 KNOWING = ("knows-link", "knows-present")
 
 
@@ -102,9 +102,9 @@ class Kvabr:
         probes: bool = True,
         lookahead: Lookahead | None = None,
     ) -> None:
-        """Begin with the link's mean rate in memory; the options are those of `Router`.
+        """Begin with the link's mean rate as known; for the options see `Router`.
 
-        ``both``: whether both sites may work on a prompt; ``probes``: whether the idle link is probed.
+        With ``both``, both sites may work on a prompt; with ``probes``, the idle link is probed.
         """
         self._probes = probes
         self._router = Router(
@@ -164,12 +164,12 @@ class _KnowsLink(Kvabr):
 
 
 def choice_of(one: Forecast) -> Choice:
-    """Return a forecast's choice."""
+    """Return the choice that a forecast describes."""
     return Choice(one.place, one.front_tokens)
 
 
 def rule_of(name: str, shape: WorldShape) -> DayRule:
-    """Return a fresh rule by name.
+    """Create a rule by name.
 
     Raises:
         UsageError: There is no such rule.

@@ -1,10 +1,10 @@
 """Agent sessions: prompts that grow turn by turn, with tools between turns, and forks.
 
-Sessions begin as a Poisson process. Each belongs to a tenant and begins with one of the shared beginnings (tools and
-repositories) by Zipf's law. A share of turns also begins a fork, a session with the prompt so far. Lengths are
-log-normal (median, deviation of the logarithm), the number of turns is geometric. The time between an answer and the
-next turn has a heavy tail: a quick tool, a build or test, or a person. All constants are assumptions; `read_sessions`
-replays measured sessions.
+Sessions begin as a Poisson process. Each belongs to a tenant and begins with one of the common beginnings (tools and
+repositories) by Zipf's law. Some turns also begin a fork, a session with the prompt so far. Lengths are log-normal
+(median, standard deviation of the logarithm); the number of turns is geometric. The time between an answer and the next
+turn has a heavy tail: a quick tool, a build or test, or a person. All constants are assumptions; `read_sessions` reads
+measured sessions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvabr_lab.day.synth import Dice
 
 _BEGINNINGS, _BEGINNING = 24, (12_000, 0.7)
 _TASK, _TURNS, _MORE, _ANSWER, _FORKS = (1500, 1.0), 12.0, (900, 1.2), (180, 0.9), 0.04
-"""``_MORE``: tool output; ``_FORKS``: share of turns."""
+"""``_MORE``: length of tool output; ``_FORKS``: fraction of turns with a fork."""
 _GAPS = ((0.85, 2.0, 1.0), (0.12, 45.0, 0.9), (0.03, 400.0, 1.2))
-"""Tools, builds and tests, people: share, median in seconds, and deviation of the logarithm."""
+"""Pauses for tools, builds and tests, and people: fraction, median in seconds, standard deviation of the logarithm."""
 _GAP_SUMS = list(accumulate(share for share, *_ in _GAPS))
 _TRACE_BLOCK = 512
-"""In the traces of `read_sessions`."""
+"""Tokens per block in the traces of `read_sessions`."""
 _COMMON = 20
-"""Blocks of a trace with more distinct successors begin prompts of many sessions."""
+"""If a block of a trace has more distinct successors than this, it begins prompts of many sessions."""
 _MAX_SESSIONS = 100_000
 
 
@@ -41,13 +41,13 @@ class SessionTurn:
     session: int
     tenant: int
     parts: tuple[tuple[int, int], ...]
-    """As `kvabr_lab.day.requests.DayRequest.parts`."""
+    """Parts of the prompt, see `kvabr_lab.day.requests.DayRequest.parts`."""
     answer: tuple[int, int]
-    """In the same form; the next prompt contains it."""
+    """Number and tokens of the answer, which is a part of the next prompt."""
     at_s: float | None = None
-    """Arrival; None: after another turn's answer."""
+    """Arrival time in seconds; None: after another turn's answer."""
     after: int | None = None
-    """Number of that turn."""
+    """Number of that turn, or None."""
     gap_s: float = 0.0
 
     @property
@@ -62,7 +62,7 @@ class SessionShape:
 
     sessions: int = 400
     duration_s: float = 14_400.0
-    """In which they begin, except forks."""
+    """Seconds in which sessions begin, except forks."""
     tenants: int = 8
     longest: int = 131_072
 
@@ -95,7 +95,7 @@ def day_of_sessions(shape: SessionShape, seed: int) -> tuple[SessionTurn, ...]:
 def _session(
     found: list[SessionTurn], session: int, first: SessionTurn, shape: SessionShape, dice: Dice, numbers: count[int]
 ) -> list[SessionTurn]:
-    """Add the turns of a session, and return the beginnings of its forks."""
+    """Add the turns of a session; return the first turns of its forks."""
     forks = []
     turn = replace(first, session=session, parts=(*first.parts, (next(numbers), _length(_TASK, dice))))
     while turn.tokens <= shape.longest:
@@ -126,8 +126,8 @@ def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
     """Return the turns of a trace in the format of Mooncake (FAST 2025): one JSON object per line.
 
     An object has ``timestamp`` (ms), ``output_length`` and ``hash_ids``, numbers of blocks of 512 tokens; equal numbers
-    mean equal beginnings. A request continues the last one that has all its blocks except the last, unless these begin
-    the prompts of many sessions. All turns have one tenant, and prompts are whole blocks.
+    mean equal prompts up to there. A request continues the latest request with all its blocks but the last, unless
+    these blocks begin prompts of many sessions. All turns have the same tenant, and prompts are whole blocks.
 
     Raises:
         FormatError: The file is not such a trace.
@@ -165,6 +165,6 @@ def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is at least a share of all values; NaN without values."""
+    """Return the smallest value that is not exceeded by ``share`` of the values; NaN without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan

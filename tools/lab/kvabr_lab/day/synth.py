@@ -1,4 +1,4 @@
-"""Synthetic traces, reproducible from a seed on every machine, with the requested mean rate.
+"""Synthetic traces with the requested mean rate, reproducible from a seed on every machine.
 
 - ``constant``: one rate, the control of every experiment.
 - ``markov``: a Markov chain over three states (poor, fair, good) with exponential dwell times and log-normal scatter
@@ -10,7 +10,7 @@
   sizes (Pareto); an incast reduces the share for milliseconds, and a pause frame (PFC) stops it.
 - ``bucket``: a tenant's rate limit with a token bucket: the limit, and bursts of several times the limit.
 
-The last two change at events; steps round the times of events, and equal steps are merged.
+In the last two kinds, the rate changes at events; their times are rounded to steps, and equal steps are merged.
 
 Uniform numbers come from NumPy's PCG64: NumPy guarantees that stream across versions, but not its distributions. Rates
 are rounded to whole kbit/s, which hides platform differences in the last bit of `math.log`.
@@ -30,11 +30,11 @@ from kvabr.types.errors import UsageError
 
 _STATES = (0.35, 1.0, 1.8)
 _RAMP_START = 1 / 64
-"""Share of the plateau at which a slow start begins."""
+"""Initial rate of a slow start, relative to the plateau."""
 _TAIL = 1.5
 """Tail exponent of flow sizes: the mean exists, the variance does not."""
 _MAX_FLOW = 1000.0
-"""Largest flow over the smallest; otherwise one flow could outlast the trace."""
+"""Largest flow relative to the smallest; without this limit, a flow could outlast the trace."""
 _KBIT = 125.0
 _MAX_MBPS = 1e7
 _MAX_SECONDS = 1e7
@@ -51,23 +51,23 @@ class Shape:
     outage_every_s: float = 30.0
     outage_s: float = 2.0
     ramp_s: float = 10.0
-    """Time to the plateau (slow-start)."""
+    """Seconds until the plateau is reached (slow-start)."""
     period_s: float = 120.0
     """Length of a cycle (diurnal)."""
     depth: float = 0.6
     """Relative amplitude, from 0 to below 1 (diurnal)."""
     cross: float = 0.4
-    """Load of other flows, as a share of the port, 0 to 0.95 (port)."""
+    """Load by other flows, relative to the port's rate, 0 to 0.95 (port)."""
     flow_s: float = 0.05
-    """Duration of a mean flow alone on the port (port)."""
+    """Seconds that a mean flow takes if it has the port to itself (port)."""
     fan_in: float = 32.0
-    """Senders of an incast, 0 for none (port)."""
+    """Number of senders in an incast; 0: no incasts (port)."""
     incast_every_s: float = 0.2
     incast_s: float = 0.004
     pause_every_s: float = 1.0
     pause_s: float = 0.0005
     burst: float = 10.0
-    """Burst rate over the limit, 1 or more (bucket)."""
+    """Burst rate relative to the limit, 1 or more (bucket)."""
     burst_every_s: float = 5.0
     burst_s: float = 0.5
 
@@ -88,26 +88,26 @@ class Shape:
 
 
 class Dice:
-    """Distributions made from uniform numbers."""
+    """Random distributions computed from uniform numbers."""
 
     def __init__(self, seed: int) -> None:
         self._uniform = np.random.Generator(np.random.PCG64(seed)).random
 
     def positive(self) -> float:
-        """Return a number uniform in (0, 1]."""
+        """Return a uniform random number in (0, 1]."""
         return 1.0 - float(self._uniform())
 
     def exponential(self, mean: float) -> float:
-        """Return an exponentially distributed number."""
+        """Return a random number with an exponential distribution."""
         return -mean * math.log(self.positive())
 
     def lognormal(self, sigma: float) -> float:
-        """Return a log-normal factor with median 1 (Box and Muller)."""
+        """Return a random factor with a log-normal distribution of median 1 (Box and Muller)."""
         normal = math.sqrt(-2 * math.log(self.positive())) * math.cos(2 * math.pi * self.positive())
         return math.exp(sigma * normal)
 
     def pareto(self, mean: float) -> float:
-        """Return a number with a Pareto tail, bounded at `_MAX_FLOW` times the least."""
+        """Return a random number with a Pareto tail, at most `_MAX_FLOW` times the smallest."""
         least = mean * (_TAIL - 1) / _TAIL
         return least * min(_MAX_FLOW, math.pow(self.positive(), -1 / _TAIL))
 
@@ -127,7 +127,7 @@ class _Episodes:
         self._ends = self._begins + self._dice.exponential(self._lasts_s)
 
     def at(self, time: float) -> bool:
-        """Return whether ``time``, which must not decrease, is in an interval."""
+        """Return True if ``time`` is in an interval; times must not decrease between calls."""
         while self._ends <= time:
             self._draw()
         return self._begins <= time
@@ -162,12 +162,12 @@ def _diurnal(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float
 
 
 def _port(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
-    """Yield one over the number of flows, including the play."""
+    """Yield one divided by the number of flows, including that of the play."""
     incasts = _Episodes(shape.incast_every_s, shape.incast_s, dice)
     pauses = _Episodes(shape.pause_every_s, shape.pause_s, dice)
     gap_s = shape.flow_s / shape.cross if shape.cross else math.inf
     flows: list[float] = []
-    """Cumulative share, in seconds of the port, at which each other flow ends."""
+    """For each other flow, the cumulative share at which it ends, in seconds of the port's full rate."""
     now, carried = 0.0, 0.0
     comes = dice.exponential(gap_s) if shape.cross else math.inf
     for time in times:
@@ -208,7 +208,7 @@ _WAITS = {
     "port": ("flow_s", "incast_every_s", "pause_every_s"),
     "bucket": ("burst_every_s",),
 }
-"""Mean times between events, to bound the events per step."""
+"""Parameters with mean times between events, to limit the number of events per step."""
 _IN_RUNS = ("constant", "port", "bucket")
 KINDS = tuple(_KINDS)
 
@@ -228,11 +228,11 @@ def synthesise(
 
     Args:
         kind: One of `KINDS`.
-        mean_mbps: Mean over the whole trace, except for rounding to kbit/s.
-        duration_s: Length; the last segment may be shorter.
+        mean_mbps: Mean rate over the whole trace, except for rounding to kbit/s.
+        duration_s: Length of the trace; the last segment may be shorter.
         step_s: Length of a segment; for kinds with events, the rounding of their times.
         seed: 0 or more.
-        rtt_s: Recorded round trip.
+        rtt_s: Round trip time to record.
         shape: Parameters of the kind.
         name: Family and name, such as ``lte/walk`` (default: ``synth/KIND-SEED``).
 
@@ -256,7 +256,7 @@ def synthesise(
     for what in _WAITS.get(kind, ()):
         if getattr(shape, what) < step_s / 100:
             raise UsageError(f"{what} must not be below a hundredth of the step ({step_s:g} s)")
-    # The third step of 0.1 s must begin at 0.3, not at 0.30000000000000004.
+    # Round, so that the third step of 0.1 s begins at 0.3, not at 0.30000000000000004.
     times = [round(index * step_s, 9) for index in range(segments)]
     raw = list(_KINDS[kind](shape, times, Dice(seed)))
     ends = [*times[1:], duration_s]

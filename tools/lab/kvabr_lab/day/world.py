@@ -1,14 +1,14 @@
-"""Two sites and the link between them, request by request.
+"""Simulates two sites and the link between them, request by request.
 
-- Each site has workers that prefill one prompt at a time, in order of arrival. Requests waiting for a fetched prefix do
-  not block a worker. A prefill takes its cost times a random log-normal factor, so forecasts are never exact.
-- Requests share the link in order. A remote prefill sends pieces during the computation.
-- Meanwhile the local site may compute from the front, as kvabr's player does: pieces before the planned front are held
-  back, later ones are sent in reverse order, and both end where they meet.
+- Each site has workers that prefill one prompt at a time, in order of arrival. Requests that wait for a fetched prefix
+  do not block a worker. A prefill takes its cost times a random log-normal factor, so forecasts are never exact.
+- Requests use the link in order of arrival. A remote prefill sends pieces during the computation.
+- At the same time, the local site may compute from the front, as kvabr's player does. Pieces before the planned front
+  are held back, later pieces are sent in reverse order, and both sites stop where they meet.
 - Each site has an LRU cache of prompts. The local (decode) site keeps every prompt with its answer; the remote site
   keeps the prompts that it prefilled.
 
-Later requests never affect earlier ones, so each is settled on arrival.
+Later requests never affect earlier ones, so the outcome of a request is computed at its arrival.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class WorldShape:
     remote: SiteShape
     cache: CacheSize
     trace: Trace
-    """From the remote to the local site, including headers."""
+    """Rate of the link from the remote to the local site, including headers."""
     rtt_s: float
     live: bool = True
-    """Whether the remote site sends during the prefill."""
+    """True if the remote site sends during the prefill."""
     both: bool = True
-    """Whether the local site can compute the start of a prompt meanwhile."""
+    """True if the local site can compute the start of a prompt at the same time."""
     pieces: int = 24
-    """Approximate pieces of a remote prefill; they shrink towards both ends, down to a group."""
+    """Approximate number of pieces of a remote prefill; they shrink towards both ends, down to a group."""
     scatter: float = 0.1
-    """Standard deviation of the logarithm of a prefill's time over its forecast."""
+    """Standard deviation of the logarithm of a prefill's time relative to its forecast."""
     warm: tuple[tuple[int, int], ...] = ()
-    """Prompt beginnings initially cached at both sites, as `DayRequest.parts`, most important first."""
+    """Beginnings of prompts that both sites have cached at first, as `DayRequest.parts`, most important first."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rtt_s <= 60 and 0 <= self.scatter <= 3):
@@ -79,11 +79,11 @@ class WorldShape:
 
 
 class Choice(NamedTuple):
-    """A request's place."""
+    """Where and how a request is served."""
 
     place: Place
     front_tokens: int = 0
-    """For `BOTH`: tokens computed locally; the rest arrives over the link."""
+    """For `BOTH`: tokens to compute locally; the rest arrives over the link."""
 
 
 class _Piece(NamedTuple):
@@ -94,7 +94,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DayOutcome:
-    """A request's outcome."""
+    """Outcome of a request."""
 
     choice: Choice
     ttft_s: float
@@ -110,7 +110,7 @@ class DayOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SiteView:
-    """A router's knowledge of a site when a request arrives."""
+    """What a router knows about a site when a request arrives."""
 
     queue_s: float
     """Expected seconds until a worker is free."""
@@ -118,7 +118,7 @@ class SiteView:
 
 
 class World:
-    """Both sites and the link, at the time of the last request."""
+    """Both sites and the link, at the time of the latest request."""
 
     def __init__(self, shape: WorldShape) -> None:
         self.shape = shape
@@ -155,7 +155,7 @@ class World:
         return self.shape.rtt_s + FIRST_BYTE_S
 
     def view(self, request: DayRequest, now: float) -> tuple[SiteView, SiteView]:
-        """Return a router's knowledge of the sites when a request arrives."""
+        """Return what a router knows about the two sites when a request arrives."""
         here = self._view(request, now, self._here, self._kept_here)
         return here, self._view(request, now, self._there, self._kept_there)
 
@@ -165,7 +165,7 @@ class World:
         return SiteView(queue_s, kept.match(request.parts, now + queue_s))
 
     def serve(self, request: DayRequest, choice: Choice, now: float) -> DayOutcome:
-        """Settle a request that arrives now, in order; `FETCH` without anything to fetch is `LOCAL`."""
+        """Serve a request that arrives now; arrivals must be in order. `FETCH` with nothing to fetch is `LOCAL`."""
         self.wire.forget(now)
         luck = self._luck(request)
         if choice.place in (REMOTE, BOTH):
@@ -179,13 +179,13 @@ class World:
         return self.shape.cache.whole_groups(kept.match(request.parts, when), request.tokens)
 
     def _luck(self, request: DayRequest) -> tuple[float, float]:
-        """Return its actual prefill times over the forecasts, locally and remotely."""
+        """Return the local and the remote prefill time of a request relative to the forecasts."""
         scatter = self.shape.scatter
         return math.exp(scatter * request.luck[0]), math.exp(scatter * request.luck[1])
 
     def _local(self, request: DayRequest, luck: float, now: float, *, fetch: bool) -> DayOutcome:
         tokens = request.tokens
-        # Tokens of the previous request count: they are in place when this one begins.
+        # Include tokens of the previous request: they are cached when this request begins.
         here = self._whole(self._kept_here, request, self._here.free(now))
         there = self._whole(self._kept_there, request, now) if fetch else 0
         ready, nbytes = now, 0.0
@@ -246,7 +246,7 @@ class World:
                 insort(ready, coming.popleft())
             piece = ready.pop()
             if starts + sum(takes for one, takes in missing.items() if one.begin <= piece.begin) <= at <= until:
-                ready.clear()  # the engine has passed this piece, and so the earlier ones
+                ready.clear()  # the engine has passed this piece, and therefore all earlier ones
                 if not coming:
                     break
                 continue
@@ -291,18 +291,18 @@ class World:
         return tokens * size.per_token + (size.constant if last else 0.0)
 
     def _decoded(self, before: float, sent: float, tokens: int) -> float:
-        """Return the decode time of a piece sent at ``sent``, after the previous one."""
+        """Return when a piece is decoded that is sent at ``sent``, if the previous one is decoded at ``before``."""
         size = self.shape.cache
         group = min(tokens, size.group_tokens)
-        # Pieces are decoded group by group on arrival, so one group is left.
+        # Pieces are decoded group by group as they arrive, so only one group remains.
         return max(before + (tokens - group) * size.decode_s, sent + self.rtt_s / 2) + group * size.decode_s
 
 
 @lru_cache(maxsize=4096)
 def _cut(tokens: int, size: CacheSize, max_pieces: int) -> tuple[int, ...]:
-    """Return the lengths of pieces of whole groups: one group, twice as many, ..., and the same back.
+    """Return the lengths of pieces of whole groups: one group, then twice as many, and so on, and back to one.
 
-    With equal pieces, the first would leave too late for a slow link, and the last too late for a fast one.
+    With equal pieces, the first piece would leave too late for a slow link, and the last too late for a fast link.
     """
     group, last = size.group_tokens, size.last_group(tokens)
     left = (tokens - last) // group
@@ -318,7 +318,7 @@ def _cut(tokens: int, size: CacheSize, max_pieces: int) -> tuple[int, ...]:
 
 
 class Day:
-    """A world and its future requests."""
+    """A world and its remaining requests."""
 
     def __init__(self, requests: Sequence[DayRequest], world: World) -> None:
         self._requests, self.world = requests, world
@@ -334,7 +334,7 @@ class Day:
         return made
 
     def next(self) -> tuple[DayRequest, float] | None:
-        """Return the next request and its arrival time."""
+        """Return the next request and its arrival time; None at the end."""
         first = self._firsts[self._index] if self._index < len(self._firsts) else None
         if self._following and (first is None or self._following[0] < first):
             first = self._following[0]

@@ -1,7 +1,7 @@
 """Child processes of a live replay, and their processor time.
 
-A child ends with its pipe, so it never outlives its parent. It is spawned: a forked child would hold its siblings'
-pipes open, and they would not notice the parent's death.
+A child ends when its pipe is closed, so it never outlives its parent. It is spawned: a forked child would keep the
+pipes of its siblings open, so that these would not notice if the parent ends.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _MAX_END_S = 2.0
 
 
 class Child:
-    """A child process, as a context manager that ends it."""
+    """A child process; a context manager that ends it."""
 
     patience_s = _PATIENCE_S
-    """Longest time to start, including imports, or to answer."""
+    """Maximum seconds to start, including imports, or to answer."""
 
     def __init__(self, name: str, main: Callable[..., None], *arguments: object) -> None:
         """Start a process that runs the module-level ``main(pipe, *arguments)``, and wait until it is ready.
 
-        The process must send its ``greeting`` when it is ready, or the reason why it cannot start, and end with its
-        pipe.
+        The process must send its ``greeting`` when it is ready, or the reason why it cannot start. It must end when the
+        pipe is closed.
 
         Raises:
             TransportError: The process did not start.
@@ -43,7 +43,7 @@ class Child:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=main, args=(theirs, *arguments), name=f"kvabr {name}", daemon=True)
         try:
-            resource_tracker.ensure_running()  # otherwise started below, unblocking the signal
+            resource_tracker.ensure_running()  # otherwise it would start later, and unblock the signal
             with without_interrupts():
                 self._process.start()
             theirs.close()
@@ -61,7 +61,7 @@ class Child:
         """Send a message.
 
         Raises:
-            TransportError: The process is gone.
+            TransportError: The process has ended.
         """
         try:
             self._pipe.send(message)
@@ -72,7 +72,7 @@ class Child:
         """Send a message and return the answer.
 
         Raises:
-            TransportError: The process is gone, or does not answer.
+            TransportError: The process has ended, or does not answer.
         """
         self.send(question)
         return self.answer()
@@ -93,7 +93,7 @@ class Child:
         return said
 
     def answer(self) -> Any:
-        """Return the next message; raises as `ask`."""
+        """Return the next message; errors are those of `ask`."""
         with suppress(EOFError, OSError):
             if self._pipe.poll(self.patience_s):
                 return self._pipe.recv()
@@ -117,11 +117,11 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor time of a process, in total or between two moments; distinguishes a slow link from a busy machine."""
+    """Processor time of a process, in total or between two moments, to distinguish a slow link from a busy machine."""
 
     cpu_s: float
     waited_s: float
-    """Time that the main thread waited for a processor; 0 if unknown."""
+    """Seconds that the main thread waited for a processor; 0 if unknown."""
     wall_s: float
 
     @classmethod
@@ -135,12 +135,12 @@ class Usage:
 
     @property
     def busy(self) -> float:
-        """Mean number of processors used."""
+        """Mean number of processors in use."""
         return self.cpu_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def waited(self) -> float:
-        """Share of the time that the main thread waited for a processor."""
+        """Fraction of the time that the main thread waited for a processor."""
         return self.waited_s / self.wall_s if self.wall_s > 0 else 0.0
 
 

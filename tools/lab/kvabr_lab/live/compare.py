@@ -1,4 +1,4 @@
-"""Compare real plays with simulated ones, play by play and in total."""
+"""Compares real plays with simulated ones, play by play and in total."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Run = Mapping[str, Any]
 
 
 def comparison(live: Sequence[Run], simulated: Sequence[Run], sizes: Sequence[float]) -> dict[str, Any]:
-    """Return a report's ``live_comparison``: totals of all, network-limited, by family and by policy.
+    """Return a report's ``live_comparison``: totals over all and network-limited plays, by family and by policy.
 
-    Both lists have the same plays in the same order; ``sizes``: relative size of each group.
+    Both lists have the same plays in the same order; ``sizes`` are relative sizes of groups.
     """
     plays = [_play(index, one, other, sizes) for index, (one, other) in enumerate(zip(live, simulated, strict=True))]
     return {

@@ -1,7 +1,7 @@
-"""One real play: dial through the link, play as `kvabr fetch` does, and record transport statistics.
+"""One real play: connects through the link, plays like `kvabr fetch`, and records transport statistics.
 
-A decode node has connected and looked up the prompt before it plays, so handshake, catalog and codec profile precede
-the start of clock and trace, except with ``cold``.
+A decode node has connected and looked up the prompt before it plays. So clock and trace start after handshake, catalog
+and codec profile, except with ``cold``.
 """
 
 from __future__ import annotations
@@ -44,40 +44,41 @@ if TYPE_CHECKING:
 Quic = Literal["aioquic", "qh3"]
 
 _BUSY, _STARVED = 0.85, 0.3
-"""A process, not the network, was the limit if it ran or waited for more than the first share of the time, or waited
-for more than the second: late acknowledgements look like a queue to the sender."""
+"""Fractions of time above which a process, not the network, was the limit: running or waiting, and waiting alone. Late
+acknowledgements look like a queue to the sender.
+"""
 _WARM_ROUND_TRIPS = 4
-"""At the trace's mean rate, until the window fills the link and its queue."""
+"""Number of round trips at the trace's mean rate until the window fills the link and its queue."""
 _WARM_REQUESTS = 1000
 _DIAL_S = 15.0
-"""For handshake, catalog and warm-up before clock and trace start."""
+"""Seconds for handshake, catalog and warm-up before clock and trace start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """Options of live replays only."""
+    """Options that only live replays have."""
 
     quic: Quic = "aioquic"
     loss: float = 0.0
-    """Share of packets lost at random, in each direction."""
+    """Fraction of packets lost at random, in each direction."""
     queue_bytes: int | None = None
-    """Of the bottleneck; None: see `Conditions`."""
+    """Queue limit at the bottleneck in bytes; None: see `Conditions`."""
     cold: bool = False
-    """Whether the deadline includes handshake and catalog."""
+    """True if the deadline includes handshake and catalog."""
     warm: bool = False
-    """Whether to open the congestion window before the play."""
+    """True to open the congestion window before the play."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.conditions(0.0, 0)  # raises on values out of range
 
     def conditions(self, rtt_s: float, play: int) -> Conditions:
-        """Return the link of one play; each has other random losses."""
+        """Return the link conditions of one play; random losses differ between plays."""
         return Conditions(rtt_s, self.loss, self.loss, self.queue_bytes, self.seed + play)
 
 
 class LiveExperiment:
-    """Plays policies live; the counterpart of `Experiment`, which does the common parts."""
+    """Plays policies live. It is the counterpart of `Experiment`, which it uses for the common parts."""
 
     def __init__(
         self, experiment: Experiment, asset: Asset, origin: LiveOrigin, shaper: Shaper, options: LiveOptions
@@ -133,7 +134,7 @@ class LiveExperiment:
             else:
                 driver = self._driver(session, connection)
                 if not options.cold:
-                    # Start the trace right before the play.
+                    # Start the trace directly before the play.
                     began = self._usage()
                     self._shaper.begin(played, start_s, conditions)
                 await driver.run()
@@ -145,7 +146,7 @@ class LiveExperiment:
         return outcome
 
     def _patience_s(self) -> float:
-        """Return the time limit for reaching the origin; a cold start includes the trace's outages."""
+        """Return the time limit for reaching the origin in seconds; a cold start includes the trace's outages."""
         options = self.experiment.options
         return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
 
@@ -163,7 +164,7 @@ class LiveExperiment:
         return Driver(session, connection, Assembler(catalog, self._profile), engine=engine, tokens=tokens)
 
     async def _warm_up(self, connection: Connection, trace: Trace, start_s: float, conditions: Conditions) -> None:
-        """Open the congestion window as an earlier play over the same trace and asset would have."""
+        """Open the congestion window, like an earlier play over the same trace and asset."""
         catalog = self.experiment.catalog
         track = min(catalog.tracks, key=lambda track: track.total_bytes)
         left = _WARM_ROUND_TRIPS * max(MIN_QUEUE_BYTES, conditions.rtt_s * trace.mean_rate)
@@ -210,23 +211,23 @@ class LiveExperiment:
 
 
 class StandInEngine:
-    """Returns zeros after the time of a prefill, for plays that only measure time."""
+    """Returns zeros after the time that a prefill would take, for plays that only measure time."""
 
     def __init__(self, spec: KVSpec, cost: PrefillCost, mode: EngineMode) -> None:
         self._spec, self._cost, self._mode = spec, cost, mode
 
     @property
     def spec(self) -> KVSpec:
-        """Of the played cache."""
+        """Spec of the played cache."""
         return self._spec
 
     @property
     def mode(self) -> EngineMode:
-        """Pretended mode."""
+        """Mode that the engine pretends to have."""
         return self._mode
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-        """See `prefill_classes`; for one layer class."""
+        """Like `prefill_classes`, for one layer class."""
         _ = self._spec.only
         return self.prefill_classes(tokens, None if before is None else (before,))[0]
 
@@ -234,7 +235,7 @@ class StandInEngine:
         self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Wait as long as a prefill takes, and return zeros."""
-        import torch  # noqa: PLC0415  # the one who calls this has loaded it
+        import torch  # noqa: PLC0415  # the caller has loaded it
 
         kinds = (only.kind for only in self._spec.classes)
         held = zip(before or (), kinds, strict=False)

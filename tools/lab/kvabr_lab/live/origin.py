@@ -15,12 +15,12 @@ from kvabr_lab.live.child import Child, Usage
 
 
 class LiveOrigin(Child):
-    """Run the origin's process. A context manager."""
+    """The origin's process; a context manager."""
 
     def __init__(self, asset: str | os.PathLike[str], backend: Quic, *, follow: bool = False) -> None:
         """Serve an asset, or a folder of assets, on a free port of the loopback interface.
 
-        ``follow``: whether to detect new assets in that folder.
+        With ``follow``, new assets in the folder are detected.
 
         Raises:
             TransportError: The server cannot start; the message gives the reason.
@@ -34,7 +34,7 @@ class LiveOrigin(Child):
         """Return the process's processor time so far.
 
         Raises:
-            TransportError: The process has died.
+            TransportError: The process has ended.
         """
         answer: Usage = self.ask("usage")
         return answer
@@ -49,7 +49,7 @@ def _main(pipe: Connection, asset: str, backend: Quic, follow: bool) -> None:
 
 
 async def _serve(pipe: Connection, asset: str, backend: Quic, *, follow: bool) -> None:
-    import structlog  # noqa: PLC0415  # all of these are of no use to the parent
+    import structlog  # noqa: PLC0415  # the parent process does not need these modules
 
     from kvabr.server import certificates  # noqa: PLC0415
     from kvabr.server.limits import ServerLimits  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""One direction of an emulated link: a drop-tail queue before a bottleneck, then a constant delay. No sockets or clock.
+"""One direction of an emulated link: a drop-tail queue before a bottleneck, then a fixed delay. No sockets or clock.
 
 A packet's size on the wire is its UDP payload plus `HEADER_BYTES`, as in recorded traces of link capacity. A randomly
-lost packet still uses its share of the trace, as on a radio link.
+lost packet still uses capacity of the trace, as on a radio link.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvabr.replay.trace import Trace
 from kvabr.types.errors import UsageError
 
 HEADER_BYTES = 28
-"""UDP and IPv4."""
+"""Bytes of UDP and IPv4 headers."""
 _MAX_DETOUR_S = 0.02
 
 
 class PacketSchedule:
-    """Decide when the packets of one direction arrive, and which are dropped."""
+    """Determines when the packets of one direction arrive, and which are dropped."""
 
     def __init__(self, dice: random.Random) -> None:
-        """Create a direction without delay, loss or limits; ``dice`` decides losses."""
+        """Create a direction without delay, loss or limits; ``dice`` determines losses."""
         self._dice = dice
         self._delay_s = self._loss = self._reorder = self._duplicate = 0.0
         self._limit: float = float("inf")
@@ -34,7 +34,7 @@ class PacketSchedule:
         self.queued = 0
         self.max_queued = 0
         self.carried = 0
-        """Packets that passed; `carried_bytes` are their bytes on the wire."""
+        """Number of packets that passed; `carried_bytes` are their bytes on the wire."""
         self.carried_bytes = 0
         self.overflowed = 0
         self.lost = 0
@@ -44,11 +44,11 @@ class PacketSchedule:
         self._delay_s, self._loss, self._limit = delay_s, loss, limit_bytes
 
     def scramble(self, *, reorder: float, duplicate: float) -> None:
-        """Set the shares (0 to 1) of reordered and duplicated packets from the next packet on."""
+        """Set the fractions (0 to 1) of reordered and duplicated packets from the next packet on."""
         self._reorder, self._duplicate = reorder, duplicate
 
     def strays(self, due: float) -> tuple[float | None, float | None]:
-        """Return the arrivals of a packet that `admit` schedules for ``due`` if it is reordered, and of a duplicate."""
+        """Return when a packet scheduled for ``due`` arrives instead if reordered, and when a duplicate arrives."""
         overtaken = second = None
         if self._reorder and self._dice.random() < self._reorder:
             overtaken = due + self._dice.uniform(0.0, _MAX_DETOUR_S)
@@ -57,7 +57,7 @@ class PacketSchedule:
         return overtaken, second
 
     def begin(self, capacity: Capacity | None, at_s: float) -> None:
-        """Start a bottleneck, if any, with time 0 at ``at_s``; clear the previous play's queue."""
+        """Start a bottleneck, or none, with time 0 at ``at_s``; clear the previous play's queue."""
         self._capacity, self._began_s, self._free_s, self._last_s = capacity, at_s, at_s, 0.0
         self._queue.clear()
         self.queued = 0
@@ -68,7 +68,7 @@ class PacketSchedule:
         self.carried = self.carried_bytes = self.overflowed = self.lost = 0
 
     def admit(self, now: float, payload: int, headers: int = HEADER_BYTES) -> float | None:
-        """Return the arrival of a packet of ``payload`` bytes, never before an earlier packet; None if dropped."""
+        """Return when a packet of ``payload`` bytes arrives, not before earlier packets; None if it is dropped."""
         size = payload + headers
         departs = now
         if self._capacity is not None:
@@ -95,9 +95,9 @@ class PacketSchedule:
 PACKET_BYTES = 1228
 """A full packet of QUIC on the wire: 1,200 bytes of UDP payload and the headers of UDP and IPv4."""
 _LINE_RATE_SHARE = 0.05
-"""Share of time in which a link exceeds its line rate; see `line_rate`."""
+"""Fraction of time in which a link exceeds its line rate; see `line_rate`."""
 MIN_QUEUE_BYTES = 64 * PACKET_BYTES
-"""Smallest default queue: several bursts of a pacer, 16 packets each, must fit."""
+"""Minimum default queue in bytes: it must hold several bursts of a pacer, 16 packets each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +105,18 @@ class Conditions:
     """Delay, loss and buffer of a link."""
 
     rtt_s: float = 0.0
-    """Of an empty link; half in each direction."""
+    """Round trip time of an empty link in seconds; half of it in each direction."""
     loss: float = 0.0
-    """Share of packets to the player lost at random."""
+    """Fraction of packets to the player that are lost at random."""
     loss_up: float = 0.0
-    """Share of packets to the origin lost at random."""
+    """Fraction of packets to the origin that are lost at random."""
     queue_bytes: int | None = None
-    """Limit at the bottleneck; None: one round trip at the `line_rate`, at least 64 packets."""
+    """Queue limit at the bottleneck in bytes; None: one round trip at the `line_rate`, at least 64 packets."""
     seed: int = 0
     reorder: float = 0.0
-    """Share of packets, in each direction, overtaken by later ones."""
+    """Fraction of packets in each direction that later packets overtake."""
     duplicate: float = 0.0
-    """Share of packets, in each direction, that arrive twice."""
+    """Fraction of packets in each direction that arrive twice."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rtt_s < math.inf:
@@ -135,7 +135,7 @@ class Conditions:
 
 
 def line_rate(trace: Trace) -> float:
-    """Return the rate that a trace exceeds for one twentieth of its time, bytes/s.
+    """Return the rate that a trace exceeds for one twentieth of the time, bytes/s.
 
     Real buffers are sized for the line rate, not for the mean under interference: with a queue of one round trip at the
     mean rate, a trace with variation by the millisecond would drop packets in every burst.

@@ -24,7 +24,7 @@ from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
 
 _DECODES = 3
-"""Decodes of a group per track; the median counts."""
+"""Number of times that a group is decoded per track; the median counts."""
 
 
 async def replay_live(
@@ -34,7 +34,7 @@ async def replay_live(
     *,
     on_progress: Callable[[int], None] | None = None,
 ) -> Report:
-    """Play everything over real connections through a shaped link, and simulate it as well.
+    """Play everything over real connections through a shaped link, and simulate the same plays.
 
     The report is that of `kvabr.replay.run.replay`. Its runs also have ``live`` and ``transport``, and its
     ``live_comparison`` compares them with their simulated counterparts. The matrix must have the asset's catalog.
@@ -45,9 +45,9 @@ async def replay_live(
     """
     if matrix.catalog != asset.catalog:
         raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
-    # Use this machine's decode times: the comparison is about the link.
+    # Use this machine's decode times, since the comparison is about the link.
     decode_scale = decode_speed(asset)
-    # Real players aim to end slightly early, see `kvabr.client`; the simulated one must, too.
+    # Real players aim to end slightly early, see `kvabr.client`. The simulated player must do so, too.
     careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s), decoders=decoder_threads())
     experiment = Experiment(matrix.catalog, careful)
     model = Experiment(matrix.catalog, replace(careful, decode_scale=decode_scale))
@@ -81,7 +81,7 @@ async def replay_live(
 
 
 def decode_speed(asset: Asset) -> float:
-    """Return the ratio of decode times on this machine to those of the catalog; 1.0 if it has none.
+    """Return the ratio of decode times on this machine to those in the catalog; 1.0 if the catalog has none.
 
     Raises:
         AssetError, FormatError: A group of the asset is missing or damaged.

@@ -1,10 +1,10 @@
-"""An emulated link in user space: forwards UDP between loopback ports with a trace, a delay, a queue and losses.
+"""An emulated link in user space: forwards UDP between loopback ports with a trace, delay, queue and losses.
 
   player <-> [listening socket] shaper [one socket per player] <-> origin
 
-The shaper runs in a process of its own, so that it does not share an interpreter lock with the peers. Packets to the
-player pass the bottleneck; packets to the origin only the delay. Sleep ends up to `_EARLY_S` early, since waking for
-every packet costs more precision than it gains.
+The shaper runs in a separate process, so that it does not share the GIL with the peers. Packets to the player pass the
+bottleneck; packets to the origin are only delayed. Packets are sent up to `_EARLY_S` early, since waking for every
+packet costs more precision than it gains.
 
 Measured by `kvabr_lab.gauge` on two shared cores: the rate is exact to 0.1 % up to 100 Mbit/s, packets are 0.1 to
 0.2 ms late (99 % within 0.6 ms, within 3 ms on a busy machine), and one process carries 80,000 packets of 1,200 bytes
@@ -36,24 +36,24 @@ from kvabr_lab.live.packet_schedule import HEADER_BYTES, Conditions, PacketSched
 Address = tuple[str, int]
 
 _EARLY_S = 100e-6
-"""Packets due within this time are sent at once."""
+"""Packets due within this many seconds are sent immediately."""
 _BATCH = 64
 _SOCKET_BYTES = 4 << 20
-"""Kernel socket buffers: no packet may be lost while this process does not run."""
+"""Size of the kernel's socket buffers in bytes, large enough that no packet is lost while this process does not run."""
 _PLAYERS = 256
-"""A further player replaces the longest silent one."""
+"""Maximum number of players; a further player replaces the one that was silent for longest."""
 _MAX_HELD_BYTES = 64 << 20
-"""Bytes in flight per direction; more are dropped to bound memory."""
+"""Maximum bytes in flight per direction; further packets are dropped to limit memory."""
 _LATE_STEP_S = 100e-6
 _LATE_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ShaperStats:
-    """Statistics since the trace was last started."""
+    """Statistics since the last start of the trace."""
 
     forwarded_down: int
-    """Packets to the player; `bytes_down` are their bytes on the wire."""
+    """Number of packets to the player; `bytes_down` are their bytes on the wire."""
     bytes_down: int
     forwarded_up: int
     bytes_up: int
@@ -61,10 +61,10 @@ class ShaperStats:
     lost_down: int
     lost_up: int
     missed: int | None
-    """Packets dropped by the kernel because the shaper read too late; None if unknown."""
+    """Number of packets that the kernel dropped because the shaper read too late; None if unknown."""
     most_queued_bytes: int
     late_p50_s: float
-    """Median and 99th percentile of packets' lateness."""
+    """Median and 99th percentile of how late packets were sent, seconds."""
     late_p99_s: float
     usage: Usage
 
@@ -73,9 +73,9 @@ class ShaperStats:
 class _Begin:
     conditions: Conditions
     start_s: float | None
-    """Start in the loaded trace; None: no bottleneck."""
+    """Start in the loaded trace, seconds; None: no bottleneck."""
     at_s: float
-    """Start on the monotonic clock, which all processes share."""
+    """Start on the monotonic clock, which all processes share, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _Rebind:
 
 
 class Shaper(Child):
-    """Run the shaper's process. A context manager."""
+    """The shaper's process; a context manager."""
 
     def __init__(self, origin: Address, conditions: Conditions | None = None, *, host: str = "127.0.0.1") -> None:
         """Start a link to ``origin`` with delay and losses, without a bottleneck until `begin`.
@@ -98,22 +98,22 @@ class Shaper(Child):
         self._trace: Trace | None = None
 
     def open(self, conditions: Conditions) -> None:
-        """Remove the bottleneck; delays and losses stay."""
+        """Remove the bottleneck; set delays and losses."""
         self.send(_Begin(conditions, None, time.monotonic()))
 
     def load(self, trace: Trace) -> None:
-        """Send a trace in advance, so that its `begin` takes no time."""
+        """Send a trace in advance, so that `begin` takes no time."""
         if trace is not self._trace:
             self.send(trace)
             self._trace = trace
 
     def begin(self, trace: Trace, start_s: float, conditions: Conditions, *, at_s: float | None = None) -> None:
-        """Start the trace at ``start_s`` in it, at ``at_s`` of `time.monotonic` (None: now), with an empty queue."""
+        """Start the trace at ``start_s``, at time ``at_s`` of `time.monotonic` (None: now), with an empty queue."""
         self.load(trace)
         self.send(_Begin(conditions, start_s, time.monotonic() if at_s is None else at_s))
 
     def rebind(self, origin: Address | None = None) -> None:
-        """Send packets to the origin from new ports, as after a NAT has dropped its mappings; old ports lose packets.
+        """Send packets to the origin from new ports, like a NAT that dropped its mappings; old ports lose packets.
 
         A new ``origin`` is a change of route.
         """
@@ -126,7 +126,7 @@ class Shaper(Child):
 
 
 def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) -> None:
-    gc.disable()  # no reference cycles here, and a pause is a delay
+    gc.disable()  # there are no reference cycles here, and a collection is a delay
     try:
         forwarder = _SocketForwarder(origin, host, conditions)
     except OSError as error:
@@ -156,17 +156,17 @@ class Direction:
     strays: list[tuple[float, int, Port, Address | None, bytes]] = field(default_factory=list)
     held_bytes: int = 0
     unruly: bool = False
-    """Whether packets may arrive out of order, or twice."""
+    """True if packets may arrive out of order, or twice."""
     number: int = 0
 
     def stray(self, due: float, to: Port, address: Address | None, data: bytes) -> None:
         """Schedule a packet out of order."""
-        self.number += 1  # otherwise equal tuples would compare sockets
+        self.number += 1  # without it, equal tuples would compare sockets
         heapq.heappush(self.strays, (due, self.number, to, address, data))
         self.held_bytes += len(data)
 
     def due(self) -> float | None:
-        """Return the arrival time of the next packet in flight."""
+        """Return the arrival time of the next packet in flight, or None."""
         first = self.held[0][0] if self.held else None
         if self.strays and (first is None or self.strays[0][0] < first):
             return self.strays[0][0]
@@ -174,19 +174,19 @@ class Direction:
 
 
 class Forwarder(ABC):
-    """Loop of the child process; delays packets in both directions."""
+    """The loop of the child process, which delays packets in both directions."""
 
     def __init__(self, conditions: Conditions) -> None:
-        """Begin without a bottleneck."""
+        """Create without a bottleneck."""
         self.down = Direction(PacketSchedule(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
         self.up = Direction(PacketSchedule(random.Random(f"up:{conditions.seed}")))  # noqa: S311
         self._trace: tuple[Trace, list[float], float] | None = None
-        """Last loaded trace, its running sums, its line rate."""
+        """The loaded trace, its running sums, and its line rate."""
         self._begin(_Begin(conditions, None, time.monotonic()))
 
     @abstractmethod
     def ports(self) -> Iterable[Port]:
-        """Return the ports to read."""
+        """Return the ports to read from."""
 
     @abstractmethod
     def read(self, port: Port, now: float) -> None:
@@ -198,10 +198,10 @@ class Forwarder(ABC):
 
     @abstractmethod
     def kernel_drops(self) -> int | None:
-        """Return the packets that the kernel dropped before they were read (Linux)."""
+        """Return the number of packets that the kernel dropped before they were read (Linux only)."""
 
     def run(self, pipe: Connection) -> None:
-        """Forward until the pipe ends."""
+        """Forward packets until the pipe is closed."""
         clock = time.monotonic
         ways = (self.down, self.up)
         while True:
@@ -209,7 +209,7 @@ class Forwarder(ABC):
             wait = None if due is None else max(0.0, due - clock())
             watched: list[Connection | Port] = [pipe, *self.ports()]
             readable, _, _ = select.select(watched, (), (), wait)
-            # Poll again: packets sent after a message must not be handled before it.
+            # Poll again: packets sent after a message must be handled after it.
             while select.select([pipe], (), (), 0)[0]:
                 self._obey(pipe)
             now = clock()
@@ -223,7 +223,7 @@ class Forwarder(ABC):
     def hold(
         way: Direction, now: float, to: Port, address: Address | None, data: bytes, headers: int = HEADER_BYTES
     ) -> None:
-        """Delay or drop a packet with ``headers`` bytes in addition to ``data``."""
+        """Delay or drop a packet of ``data`` and ``headers`` bytes."""
         if way.held_bytes > _MAX_HELD_BYTES:
             way.schedule.overflowed += 1
             return
@@ -273,7 +273,7 @@ class Forwarder(ABC):
             capacity = Capacity(trace, message.start_s, slow_start=False, sums=sums)
             limit = conditions.limit_bytes(rate)
         down, up = self.down, self.up
-        # Packets past the bottleneck continue; those in its queue belong to the previous play.
+        # Packets past the bottleneck continue; those in its queue are from the previous play.
         passed = time.monotonic() + conditions.rtt_s / 2
         while down.held and down.held[-1][0] > passed:
             down.held_bytes -= len(down.held.pop()[3])
@@ -340,7 +340,7 @@ class _SocketForwarder(Forwarder):
     def rebind(self, origin: Address | None) -> None:
         self._origin = origin or self._origin
         for upstream in self._player:
-            upstream.close()  # packets in flight from it are lost
+            upstream.close()  # packets from it that are in flight are lost
         self._upstream.clear()
         self._player.clear()
 
@@ -364,7 +364,7 @@ class _SocketForwarder(Forwarder):
         except BlockingIOError:
             pass
         except ConnectionError:
-            pass  # no listener at the origin's port; QUIC detects this
+            pass  # no process uses the origin's port; QUIC detects this
 
     def _connect(self, address: Address) -> socket.socket:
         if len(self._upstream) >= _PLAYERS:
@@ -394,7 +394,7 @@ def _send(to: Port, address: Address | None, data: bytes) -> None:
     try:
         to.send(data)
     except ConnectionRefusedError:
-        to.send(data)  # the error belonged to an earlier packet; there may be a listener by now
+        to.send(data)  # the error was for an earlier packet; by now a process may use the port
 
 
 def _socket() -> socket.socket:

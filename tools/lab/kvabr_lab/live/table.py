@@ -1,4 +1,4 @@
-"""The terminal table of a live replay: the errors of the simulator."""
+"""The terminal table of a live replay, with the errors of the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An emulated link for whole IP packets: the kernel's own TCP and UDP through one bottleneck, on one machine.
+"""An emulated link for whole IP packets: the kernel's TCP and UDP pass one bottleneck, on a single machine.
 
 The shaper uses a TUN device instead of sockets, without network namespaces. Packets to `FAR` leave through the device;
 the shaper's process rewrites their addresses to those of the other end and returns them to the kernel:
@@ -28,7 +28,7 @@ from kvabr_lab.live.shaper import Address, Forwarder, Port, Shaper
 NEAR, FAR = "198.19.0.1", "198.18.0.4"
 """An origin's address, and the address at which players reach it."""
 _PLAYER, _FAR_PLAYER = "198.18.0.1", "198.19.0.2"
-"""A player's address, and its address as seen by an origin."""
+"""A player's address, and the address that an origin sees for the player."""
 MTU = 1500
 _DEVICE = "/dev/net/tun"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
@@ -37,10 +37,10 @@ _ADDRESSES = slice(12, 20)
 
 
 class Device:
-    """A TUN device with both addresses, removed when closed."""
+    """A TUN device with both addresses; closing it removes it."""
 
     def __init__(self) -> None:
-        """Create it.
+        """Create the device.
 
         Raises:
             OSError: The device or the right to create one is missing, or another link is running.
@@ -74,7 +74,7 @@ class Device:
         return os.write(self._file, data)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the device."""
         os.close(self._file)
 
 
@@ -94,20 +94,20 @@ def _ip(*command: str) -> None:
 
 
 class TunShaper(Shaper):
-    """Runs the process of a link for IP packets; `FAR` reaches an origin at `NEAR`. It cannot be rebound."""
+    """Runs the process of a link for IP packets; `FAR` leads to an origin at `NEAR`. It cannot be rebound."""
 
     def __init__(self, conditions: Conditions | None = None) -> None:
         """Create the device, and a link without a bottleneck.
 
         Raises:
-            TransportError: It cannot be created; the message gives the reason.
+            TransportError: The device cannot be created; the message gives the reason.
         """
         Child.__init__(self, "link shaper", _main, conditions or Conditions())
         self.address, self._trace = self.greeting, None
 
 
 def _main(pipe: Connection, conditions: Conditions) -> None:
-    gc.disable()  # as in the shaper of UDP
+    gc.disable()  # as in the UDP shaper
     try:
         forwarder = _PacketForwarder(Device(), conditions)
     except OSError as error:
@@ -138,7 +138,7 @@ class _PacketForwarder(Forwarder):
                     self.hold(way, now, port, None, there, 0)
 
     def rebind(self, origin: Address | None) -> None:
-        """See `Forwarder.rebind`; there are no ports of ours to change."""
+        """Do nothing, see `Forwarder.rebind`: this link has no ports to change."""
 
     def kernel_drops(self) -> int | None:
         return None

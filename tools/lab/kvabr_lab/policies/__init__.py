@@ -1,4 +1,4 @@
-"""Rivals: the controllers of other systems and of video players, for comparison.
+"""Policies of other systems and of video players, for comparison.
 
-They are named on the command line like those of kvabr (entry points ``kvabr.policies``).
+They can be selected on the command line like kvabr's policies (entry points ``kvabr.policies``).
 """

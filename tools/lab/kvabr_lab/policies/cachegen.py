@@ -12,8 +12,8 @@ from kvabr.types.errors import PolicyError
 class CacheGen(FrontToBack):
     """The rule of the paper, which assumes that the throughput of the last chunk persists.
 
-    It chooses the least lossy level at which the rest fits the remaining time; if none fits, it sends the chunk as text
-    to the engine. The first chunk is sent at a medium level.
+    It chooses the least lossy level at which all remaining chunks fit the remaining time. If none fits, it sends the
+    chunk as text to the engine. The first chunk is sent at a medium level.
     """
 
     name: ClassVar[str] = "cachegen"
@@ -21,7 +21,7 @@ class CacheGen(FrontToBack):
     abandons: ClassVar[bool] = False
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose the least lossy track at which the rest still fits."""
+        """Choose the least lossy track at which all remaining groups fit."""
         tracks = view.ladder.tracks
         if view.rate <= 0:
             return Decision.fetch(group, tracks[len(tracks) // 2].name, "no throughput yet: a medium level first")
@@ -37,14 +37,14 @@ class CacheGen(FrontToBack):
 class CacheGenOracle(FrontToBack):
     """The rule of the released code: every chunk has an equal share of the deadline, without carry-over.
 
-    It reads its bandwidth from the trace in advance.
+    The rule reads its bandwidth from the trace in advance.
     """
 
     name: ClassVar[str] = "cachegen-oracle"
     abandons: ClassVar[bool] = False
 
     def start(self, view: View) -> None:
-        """Raise unless the future is known."""
+        """Raise `PolicyError` if the future is not known."""
         if view.oracle is None:
             raise PolicyError("cachegen-oracle reads the true bandwidth from the trace: it runs only in a simulation")
         self._carried = view.oracle.carried

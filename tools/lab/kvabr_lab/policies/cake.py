@@ -11,16 +11,16 @@ from kvabr.abr.view import View
 
 _FLYING = 2
 _AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02
-"""Target of bytes in flight: this many times the time to first byte, plus this share of the deadline."""
+"""Target of bytes in flight: a multiple of the time to first byte, plus a fraction of the deadline, at the rate."""
 
 
 class Cake(Policy):
     """Compute from the front and load from the back until both meet (Jin et al., arXiv:2410.03065).
 
-    It uses no estimates and ignores the deadline: the faster side takes more groups. Cake loads uncompressed caches and
-    computes batches of chunks; here one track is chosen before the play, and the engine takes one group at a time,
-    since it may meet the loaded part after each. Without an engine, or with one in mode ``suffix``, groups are only
-    loaded, in the latter case from the front.
+    It uses no estimates and ignores the deadline: the faster side gets more groups. Cake loads uncompressed caches and
+    computes batches of chunks. Here one track is chosen before the play, and the engine computes one group at a time,
+    since it may meet the loaded part after each. Without an engine, or with an engine in mode ``suffix``, groups are
+    only loaded; with ``suffix``, from the front.
     """
 
     name: ClassVar[str] = "cake"
@@ -30,7 +30,7 @@ class Cake(Policy):
     parameters: ClassVar[Mapping[str, Parameter]] = {"loss": Parameter(1e-6, 0.3, 0.01, log=True)}
 
     def __init__(self, track: str = "", *, loss: float = 0.01) -> None:
-        """Set the track (``cake:FP8``); default: the cheapest with at most ``loss`` nats per token, or the best."""
+        """Set the track (``cake:FP8``); default: the cheapest with at most ``loss`` nats per token, else the best."""
         self._track, self._loss = track, loss
 
     def start(self, view: View) -> None:

@@ -1,12 +1,12 @@
 """The plan of ``oracle``: the lowest objective found with knowledge of the whole link.
 
-Every group has one option of the `Frontier`, or is computed by the engine. Each of many prices of a byte and of a
-second of decoding gives a plan: every group's cheapest option. A plan's end follows from the link's capacity and the
-decoders' queue, in the order of Johnson's rule for two machines in a row. The best plan is improved until no change of
-a single group helps.
+Every group has one option of the `Frontier`, or the engine computes it. Each pair of prices, of a byte and of a second
+of decoding, gives a plan: every group's cheapest option at these prices. A plan's end follows from the link's capacity
+and the decoders' queue, with requests in the order of Johnson's rule for two machines in series. The best plan is
+improved until no change of a single group helps.
 
-The model ignores early decoding of layers on slow links, and the losses that computed groups inherit. The simulator
-therefore plays several plans, with spare time for decoding and each kind of engine use.
+The model ignores early decoding of layers on slow links, and losses that computed groups inherit. So several plans are
+simulated, with spare time for decoding, and with each kind of engine use.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY
 
 Picks = npt.NDArray[np.intp]
-"""Options by [plan, group], or [group]."""
+"""Indices of options, [plan, group] or [group]."""
 
 _BYTE_PRICES, _DECODE_STRIDE = 48, 64
-"""Byte prices, and stride over the frontier's decode prices."""
+"""Number of byte prices, and stride over the frontier's decode prices."""
 _COARSE_STRIDE = 3
-"""Stride over these prices when comparing divisions between network and engine."""
+"""Stride over decode prices for comparing divisions between network and engine."""
 _MAX_DIVISIONS = 33
 _MAX_EXHAUSTIVE = 4096
-"""Most plans to compare exhaustively."""
+"""Maximum number of plans to compare exhaustively."""
 _MAX_MOVES, _MAX_ROUNDS = 1024, 64
-"""Changes per improvement round, and rounds. With more changes, one group is too small to matter."""
+"""Maximum changes per round of improvement, and maximum rounds. If more changes are possible, a single group is too
+small to matter.
+"""
 _SPARES = (0.0, 1.0, 3.0)
-"""Spare time before the deadline, in decodings of the slowest kind."""
+"""Spare times before the deadline to try, in multiples of the slowest decoding."""
 _HORIZON_DEADLINES = 10.0
-"""Deadlines after which the link is not needed."""
+"""Number of deadlines after which the link is no longer considered."""
 _NOTHING = range(0)
 _NEVER_S = 1e9
-"""Arrival of later bytes, plus a second for each."""
+"""Arrival time of later bytes, plus a second for each byte."""
 
 
 class Foresight:
@@ -58,7 +60,7 @@ class Foresight:
         """Prepare for one play.
 
         Args:
-            view: The play, before it begins.
+            view: View of the play before it begins.
             frontier: Its catalog's options.
             capacity: The link from the play's beginning.
             first_byte_s: Time to the first byte of a request.
@@ -74,7 +76,7 @@ class Foresight:
         self._rate = max(1.0, float(carried[-1] / self._times[-1]))
         steps = view.ladder.layered_steps
         worths = np.geomspace(2.0 * steps[0].worth, 0.5 * steps[-1].worth, _BYTE_PRICES) if steps else np.zeros(0)
-        # The first price selects the cheapest cache, in case that nothing else arrives in time.
+        # With the first price, the cheapest cache is selected, in case nothing else arrives in time.
         self.byte_prices: Array = np.concatenate([1e6 * worths[:1] + 1.0, worths, [0.0]])
         second = view.time_price / view.decoders
         self.decode_prices: Array = np.unique([*frontier.prices[::_DECODE_STRIDE], second / 4, second / 2, second])
@@ -95,7 +97,7 @@ class Foresight:
                 plan, ends_s = division.best(deadline_s - spare * spare_s)
                 plans[plan] = None
                 if ends_s <= deadline_s - _SPARES[-1] * spare_s:
-                    break  # time suffices without sparing
+                    break  # there is enough time without spare time
         return min(plans, key=self._tried) if len(plans) > 1 else next(iter(plans))
 
     def schedule(self, sizes: Array, decodes: Array, before: float = 0.0) -> tuple[Picks, Array]:
@@ -110,12 +112,12 @@ class Foresight:
         nbytes, done = before + sizes.cumsum(axis=1), work.cumsum(axis=1)
         arrives = np.maximum(self._first_byte_s, np.interp(nbytes, self._carried, self._times))
         arrives = np.where(nbytes > self._carried[-1], _NEVER_S + nbytes, arrives)
-        # The last group occupies one decoder while the others idle.
+        # The last group uses one decoder while the others are idle.
         ends = (arrives - done + work).max(axis=1) + done[:, -1] + (decoders - 1) * work.max(axis=1)
         return order, ends
 
     def _divisions(self) -> Iterator[_Division]:
-        """Yield divisions of the groups between network and engine, network only first."""
+        """Yield divisions of the groups between network and engine; the first uses only the network."""
         view, cost = self.view, self.view.cost
         yield _Division(self, range(view.groups))
         if cost is None:
@@ -126,7 +128,7 @@ class Foresight:
             if not view.front_first:
                 whole_s = cost.seconds(0, min(count * size, tokens))
                 alone_s = sum(cost.seconds(one * size, view.catalog.group_tokens(one)) for one in range(count))
-                # The engine takes one group at a time while there is time.
+                # The engine computes one group at a time while there is time.
                 engine_s = alone_s if alone_s <= view.deadline_s else whole_s
                 yield _Division(self, range(count, view.groups), range(count), engine_s, "beside")
                 continue
@@ -147,8 +149,8 @@ class _Division:
     ) -> None:
         """Prepare the options.
 
-        ``kind`` is ``alone`` without an engine; ``beside``: engine and network in parallel; ``behind the base``: the
-        engine starts after the base of every group, before better tracks; or ``behind all``.
+        ``kind`` is ``alone`` (no engine), ``beside`` (engine and network in parallel), ``behind the base`` (the engine
+        starts after the base of every group, before better tracks), or ``behind all``.
         """
         self.kind, self._known, self._groups = kind, known, groups
         self._engine, self._engine_s = engine, engine_s
@@ -173,7 +175,7 @@ class _Division:
         return np.concatenate(found)
 
     def values(self, picks: Picks, deadline_s: float) -> Array:
-        """Return the objective of several plans; an end after ``deadline_s`` counts as missed."""
+        """Return the objective of several plans; a plan that ends after ``deadline_s`` misses the deadline."""
         view, ends = self._known.view, self._ends(picks)
         missed = MISS_PENALTY + np.maximum(0.0, ends - view.deadline_s) / view.deadline_s
         engine = view.gpu_price * self._engine_s if math.isfinite(view.gpu_price) else 0.0
@@ -211,7 +213,7 @@ class _Division:
         return self._plan(found), float(self._ends(found[None])[0])
 
     def _near_best(self, deadline_s: float) -> Picks:
-        """Return the best plan of all prices, and plans between it and its neighbours: a price changes many groups."""
+        """Return the best plan over all prices, and plans between it and its neighbours: prices affect many groups."""
         byte_prices, decode_prices = self._known.byte_prices, self._known.decode_prices
         picks = self.priced(byte_prices, decode_prices)
         best = int(self.values(picks, deadline_s).argmin())
@@ -223,7 +225,7 @@ class _Division:
         return np.concatenate([near, *(self._way(*pair) for pair in pairwise(near))])
 
     def _way(self, start: Picks, end: Picks) -> Picks:
-        """Return the plans between two plans, changing one group at a time, most saving per byte first."""
+        """Return the plans between two plans; each changes one more group, in order of saving per byte."""
         groups = np.nonzero(start != end)[0]
         more, saved = (
             sign * (table[groups, end[groups]] - table[groups, start[groups]])

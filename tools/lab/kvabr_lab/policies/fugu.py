@@ -4,7 +4,7 @@ Fugu predicts the distribution of transfer times for each size of the next chunk
 best expected quality minus a price on expected stalls, by value iteration over the buffer. Its predictor is a neural
 network trained daily on the whole service. Here, the seconds per byte of the last transfers are equally likely, plus
 one slower transfer that was never observed. The buffer is the planned groups' share of the remaining time, minus the
-median time of transfers in flight; exceeding it is the stall. Switching has no price.
+median time of transfers in flight; a plan stalls by the time that exceeds it. Switching has no price.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvabr.abr.view import View
 
 _HORIZON = 5
 _CELLS = 32
-"""Time points of the plan's values, evenly spaced up to twice the available time."""
+"""Number of points in time for the plan's values, evenly spaced up to twice the available time."""
 
 
 class Fugu(FrontToBack):
-    """Plan five groups ahead on a distribution of transfer times."""
+    """Plans five groups ahead on a distribution of transfer times."""
 
     name: ClassVar[str] = "fugu"
     estimator: ClassVar[str] = "harmonic"
@@ -34,12 +34,12 @@ class Fugu(FrontToBack):
     }
 
     def __init__(self, *, history: float = 16.0, stall: float = 10.0, tail: float = 2.0) -> None:
-        """Set the memory and the prices.
+        """Set the length of the history and the prices.
 
         Args:
-            history: Transfers in the distribution.
-            stall: Price of lateness, nats per token and deadline of time.
-            tail: Slowdown of the unobserved transfer relative to the slowest one.
+            history: Number of transfers in the distribution.
+            stall: Price of lateness by one deadline, nats per token.
+            tail: Slowdown of the unobserved transfer, relative to the slowest observed transfer.
         """
         self._stall, self._tail = stall, tail
         self._costs: deque[float] = deque(maxlen=round(history))
@@ -69,7 +69,7 @@ class Fugu(FrontToBack):
             del self._asked[group]
         if not came:
             return
-        # The link carries one transfer after another, so each had it alone since the previous end.
+        # The link carries one transfer after another, so each transfer had the link to itself since the previous end.
         begun_s = max(self._settled_s, min(asked_s for _, asked_s in came))
         if view.now > begun_s:
             self._costs.append((view.now - begun_s) / sum(size for size, _ in came))
@@ -93,7 +93,7 @@ class Fugu(FrontToBack):
             losses = np.array([track.loss[group] for track in tracks])
             starts = times if group != ahead[0] else times[:1]
             ends = starts[:, None, None] + sizes[:, None] * costs
-            # After the last point every second of lateness has its price.
+            # After the last point, every second of lateness has a price.
             later = np.interp(ends, times, values) + price * np.maximum(0.0, ends - times[-1])
             expected = losses + later.mean(axis=2)
             values = expected.min(axis=1)

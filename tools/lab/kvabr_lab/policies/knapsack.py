@@ -1,8 +1,9 @@
-"""``budget`` and ``robustmpc``: spend the link's remaining capacity where it saves most loss.
+"""``budget`` and ``robustmpc`` spend the link's remaining capacity where it saves most loss.
 
-Every missing group starts on the cheapest track; steps up are taken by loss saved per byte until the budget is spent.
-On each group's convex hull this greedy order is within one step of the optimum of the multiple-choice knapsack.
-`robustmpc` is RobustMPC on the deadline (Yin et al., SIGCOMM 2015), as `kvabr.abr.policies.mpc`, with layers.
+Every missing group starts on the cheapest track; steps to better tracks are taken in order of loss saved per byte until
+the budget is spent. On each group's convex hull, this greedy order is within one step of the optimum of the
+multiple-choice knapsack. `robustmpc` is RobustMPC with a deadline (Yin et al., SIGCOMM 2015), like
+`kvabr.abr.policies.mpc`, with layers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvabr.abr.view import View
 
 
 class Budget(FrontToBack):
-    """Spend the lower bound of the rate over all missing groups; no upgrades."""
+    """Distributes the lower bound of the remaining capacity over all missing groups; no upgrades."""
 
     name: ClassVar[str] = "budget"
 
@@ -26,7 +27,7 @@ class Budget(FrontToBack):
         del view
         self._planned: dict[int, str] = {}
         self._planned_for = 0
-        """Further decisions for which the plan holds, see `View.keeps`."""
+        """Number of further decisions for which the plan is valid, see `View.keeps`."""
 
     def choose(self, view: View, group: int) -> Decision:
         """Choose the group's track in the knapsack."""
@@ -42,11 +43,11 @@ class Budget(FrontToBack):
 
 
 class RobustMpc(Policy):
-    """As mpc, but a plan may give a group a base and further layers.
+    """Like mpc, but a plan may give a group a base and further layers.
 
-    The options are the lower convex hull of all tracks. A base is requested at once, and each enhancement when the
-    layer below is in place, if it would still arrive at the bound. Once every group has its planned layers, the reserve
-    of the bound is spent on further layers, most loss saved per byte first.
+    The options are the lower convex hull of all tracks. A base is requested at once. Each enhancement is requested when
+    the layer below is in place, if it would still arrive in time at the lower bound of the rate. Once every group has
+    its planned layers, the remaining capacity at the bound is spent on further layers, most loss saved per byte first.
     """
 
     name: ClassVar[str] = "robustmpc"
@@ -60,14 +61,14 @@ class RobustMpc(Policy):
         """Sort the steps by group."""
         self._steps = _by_group(view.ladder.layered_steps)
         self._owed: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """Each group's plan number, and planned layers not yet requested, lowest first."""
+        """For each group, the number of its plan, and planned layers that were not requested yet, lowest first."""
         self._owed_bytes = self._plans = self._seen_settled = 0
         self._ready: list[tuple[int, int]] = []
-        """Heap of plans and groups that have settled since."""
+        """Heap of plan numbers and groups that were settled in the meantime."""
         self._ranked: list[tuple[float, int, int, str]] = []
-        """Available layers: saving per byte, order, group and layer; best last."""
+        """Available layers: saving per byte, order, group and layer; the best is last."""
         self._ranked_for = 0
-        """Further decisions for which they hold, see `View.keeps`."""
+        """Number of further decisions for which `_ranked` is valid, see `View.keeps`."""
 
     def decide(self, view: View) -> Decision:
         """Request layers that are due, then the next group, then further layers."""
@@ -115,7 +116,7 @@ class RobustMpc(Policy):
             self._owed[group] = self._plans, layers
 
     def _more(self, view: View, budget: float) -> Decision:
-        """Request the layer that saves most per byte among those that arrive at the bound."""
+        """Request the layer that saves most loss per byte, among those that arrive in time at the bound."""
         self._ranked_for -= 1
         if self._ranked_for <= 0:
             self._rank(view)

@@ -10,17 +10,18 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
 _CANDIDATES = 3
-"""Profiles of the highest ratio that are compared by latency."""
+"""Number of tracks, those of the highest compression ratio, that are compared by latency."""
 
 
 class KvServe(FrontToBack):
-    """Choose by an analytic latency model among sufficiently accurate tracks.
+    """Chooses among sufficiently accurate tracks with an analytic latency model.
 
-    Of the tracks within the accepted loss that are faster than the largest one at the expected rate, the three smallest
-    are candidates; the one of least latency (bytes over the rate, plus decode time) wins. KVServe decides once per
-    transfer of a cache, here per group. Omitted: the accuracy classes by kind of task, because a play has one; and the
-    bandit that corrects latencies between requests, because a play does not see others. If no candidate meets the
-    deadline, KVServe sends the cache uncompressed; here the fastest accurate track is taken.
+    Candidates are the three smallest of the tracks within the accepted loss that are faster than the largest track at
+    the expected rate. The candidate with the lowest latency (bytes over the rate, plus decode time) is chosen. KVServe
+    decides once per transfer of a cache; here decisions are per group. The accuracy classes by kind of task are
+    omitted, because a play has a single task, and so is the bandit that corrects latencies between requests, because a
+    play does not see other plays. If no candidate meets the deadline, KVServe sends the cache uncompressed; here the
+    fastest accurate track is chosen.
     """
 
     name: ClassVar[str] = "kvserve"
@@ -32,7 +33,7 @@ class KvServe(FrontToBack):
         self._loss = loss
 
     def choose(self, view: View, group: int) -> Decision:
-        """Choose for the first missing group as for the whole rest."""
+        """Choose for the first missing group as if for all remaining groups."""
         tracks = view.ladder.tracks
         good = [track for track in tracks if track.total_loss <= self._loss] or [tracks[-1]]
         if view.rate <= 0:

@@ -1,4 +1,4 @@
-"""``oracle``: play a plan made with full knowledge of the link, in simulations only (`View.oracle`)."""
+"""``oracle`` plays a plan made with full knowledge of the link, in simulations only (`View.oracle`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvabr_lab.policies.foresight import Foresight
 
 
 class Oracle(Policy):
-    """Play the best plan."""
+    """Plays the best plan found."""
 
     name: ClassVar[str] = "oracle"
     abandons: ClassVar[bool] = False
@@ -34,7 +34,7 @@ class Oracle(Policy):
         return Foresight(view, frontier, capacity, first_byte_s, tried).best()
 
     def start(self, view: View) -> None:
-        """Take the plan; raise a `PolicyError` outside a simulation."""
+        """Read the plan; raise a `PolicyError` outside of simulations."""
         if view.oracle is None:
             raise PolicyError(
                 "oracle is told what the link will carry: it runs only in a simulation, not over a network"
@@ -47,7 +47,7 @@ class Oracle(Policy):
             self._first.setdefault(group, track)
         later = (group for group, track in self._first.items() if self._goal[group] != track)
         self._later = {group: place for place, group in enumerate(later)}
-        """Groups that get another track, and their places among them."""
+        """Groups that will get another track, with their places in the order."""
         self._ready: list[tuple[int, int]] = []
         self._seen_settled = 0
         self._order = iter(self._first.items())

@@ -1,8 +1,9 @@
 """Rules of video players: ``bola``, ``bola-e``, ``dynamic`` and ``l2a``.
 
-A KV cache has no playback buffer: everything must be in place by the deadline. These policies see a timeline instead,
+A KV cache has no playback buffer: everything must be in place by the deadline. These policies use a timeline instead,
 on which every group plays for an equal share of the deadline. A track then has a bit rate, and the buffer level is the
-play's lead over the timeline. Levels in seconds become shares of the deadline; the player decides when to abandon.
+play's lead over the timeline. Levels in seconds are converted to fractions of the deadline. The player decides when to
+abandon.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Timeline:
         self.segment_s = view.deadline_s / view.groups
 
     def arrived(self, view: View) -> int:
-        """Return the groups received or assigned to the engine."""
+        """Return the number of groups received or assigned to the engine."""
         return view.groups - len(view.missing_groups) - len(view.in_flight)
 
     def level_s(self, view: View) -> float:
@@ -34,7 +35,7 @@ class Timeline:
         return max(0.0, self.arrived(view) * self.segment_s - view.now)
 
     def carried(self, rate: float) -> int:
-        """Return the index of the best track within a rate, or 0."""
+        """Return the index of the best track within ``rate``, or 0."""
         return max((index for index, needed in enumerate(self.rates) if needed <= rate), default=0)
 
 
@@ -42,24 +43,24 @@ class BolaScores:
     """BOLA's choice among tracks by buffer level (Spiteri et al., INFOCOM 2016)."""
 
     def __init__(self, rates: Sequence[float], minimum: float, target: float) -> None:
-        """Derive V and gamma p from the buffer levels, in any unit, for the lowest and highest rate."""
+        """Derive V and gamma p from the buffer levels (any unit) for the lowest and the highest rate."""
         self._rates = rates
         self._utilities = [math.log(rate / rates[0]) + 1.0 for rate in rates]
         self._gp = max(1e-9, (self._utilities[-1] - 1.0) / (target / minimum - 1.0))
         self._vp = minimum / self._gp
 
     def scores(self, level: float) -> list[float]:
-        """Return every track's utility per byte at a buffer level; the highest wins."""
+        """Return every track's utility per byte at a buffer level; the highest is chosen."""
         pairs = zip(self._utilities, self._rates, strict=True)
         return [(self._vp * (utility + self._gp) - level) / rate for utility, rate in pairs]
 
     def choose(self, level: float) -> int:
-        """Return the index of the highest score, the higher one of equals."""
+        """Return the index of the highest score; if scores are equal, the higher index."""
         scores = self.scores(level)
         return max(range(len(scores)), key=lambda index: (scores[index], index))
 
     def least_level(self, index: int) -> float:
-        """Return the buffer level from which a track scores no less than the ones below it."""
+        """Return the buffer level from which on a track scores at least as much as the tracks below it."""
         rate, utility = self._rates[index], self._utilities[index]
         return max(
             (
@@ -76,12 +77,12 @@ class BolaScores:
 
 
 class Bola(FrontToBack):
-    """Utility per byte by buffer level in groups, without a bandwidth estimate; constants as in dash.js."""
+    """Maximises utility per byte by buffer level in groups, without a bandwidth estimate; constants as in dash.js."""
 
     name: ClassVar[str] = "bola"
 
     def start(self, view: View) -> None:
-        """Derive the scores: the cheapest track below 5 % of all groups, the best one above 25 %."""
+        """Derive the scores: the cheapest track below 5 % of all groups, the best track above 25 %."""
         minimum = max(1.0, 0.05 * view.groups)
         sizes = [track.total_bytes / view.groups for track in view.ladder.tracks]
         self._bola = BolaScores(sizes, minimum, max(2.0 * minimum, 0.25 * view.groups))
@@ -97,21 +98,21 @@ class Bola(FrontToBack):
 
 
 _FADE = 0.99
-"""Share of BOLA-E's placeholder left after a segment."""
+"""Fraction of BOLA-E's placeholder that remains after a segment."""
 _INSUFFICIENT = 0.7
-"""Share of the throughput assumed by InsufficientBuffer."""
+"""Fraction of the throughput that InsufficientBuffer assumes."""
 _FREE = 2
-"""Segments exempt from InsufficientBuffer."""
+"""Number of first segments to which InsufficientBuffer does not apply."""
 
 
 class BolaE(FrontToBack):
     """BOLA with its authors' additions, as in dash.js (Spiteri, Sitaraman and Sparacio, MMSys 2018).
 
-    Plain BOLA starts at the lowest rate and oscillates between two rates around the network's. Here the throughput
-    decides until one segment is buffered; then BOLA continues with a virtual buffer (a placeholder) that fades by 1 %
-    per segment. It excludes rates above both the last one and the throughput, and rates with a segment longer than the
-    buffer at 0.7 of the throughput (InsufficientBuffer). If BOLA would pause, only the placeholder shrinks, since a
-    cache is finite.
+    Plain BOLA starts at the lowest rate and oscillates between two rates around the network's rate. Here the throughput
+    decides until one segment is buffered; then BOLA continues with a virtual buffer (a placeholder) that shrinks by 1 %
+    per segment. Rates above both the last rate and the throughput are excluded. So are rates at which a segment would
+    take longer than the buffer lasts, at 0.7 of the throughput (InsufficientBuffer). If BOLA would pause, only the
+    placeholder is reduced, since a cache is finite.
     """
 
     name: ClassVar[str] = "bola-e"
@@ -125,9 +126,9 @@ class BolaE(FrontToBack):
         """Set the two buffer levels.
 
         Args:
-            minimum: Lead over the timeline, as a share of the deadline, up to which BOLA chooses the cheapest track.
-            target: Lead from which it chooses the best; at least twice the minimum.
-            safety: Share of the expected rate that counts as throughput.
+            minimum: Lead over the timeline, as a fraction of the deadline, up to which BOLA chooses the cheapest track.
+            target: Lead from which on it chooses the best track; at least twice the minimum.
+            safety: Fraction of the expected rate that counts as throughput.
         """
         self._minimum, self._target, self._safety = minimum, target, safety
 
@@ -175,19 +176,19 @@ class BolaE(FrontToBack):
 
 
 _STABLE = 0.8
-"""Share of BOLA's target level at which ``dynamic`` turns BOLA on (dash.js with six tracks: 18 s of 22 s)."""
+"""Fraction of BOLA's target level at which ``dynamic`` switches to BOLA (dash.js with six tracks: 18 s of 22 s)."""
 
 
 class Dynamic(BolaE):
-    """The default rule of dash.js: throughput at a low buffer, BOLA at a high one, InsufficientBuffer for both.
+    """The default rule of dash.js: throughput at a low buffer, BOLA at a high buffer, InsufficientBuffer for both.
 
-    BOLA turns on at the stable buffer time and off below half of it.
+    It switches to BOLA at the stable buffer time, and back below half of it.
     """
 
     name: ClassVar[str] = "dynamic"
 
     def start(self, view: View) -> None:
-        """Start by throughput."""
+        """Start with the throughput rule."""
         super().start(view)
         self._on = False
 
@@ -200,19 +201,19 @@ class Dynamic(BolaE):
 
 
 _SAFE = 0.9
-"""Share of the expected rate that counts as throughput while L2A starts."""
+"""Fraction of the expected rate that counts as throughput while L2A starts."""
 _REACT = 2.0
-"""Factor on Q when the choice exceeds the throughput."""
+"""Factor of Q if the choice exceeds the throughput."""
 
 
 class L2A(FrontToBack):
     """Learn2Adapt, online convex optimisation (Karagkioules, Mekuria, Griffioen and Wagenaar, MMSys 2020).
 
-    After each segment, a distribution over the tracks takes a gradient step along each track's effect on the buffer at
-    the observed throughput, weighted by a multiplier Q that grows while segments arrive slower than they play, and is
-    projected onto the simplex. The track nearest to the mean rate is chosen. As in dash.js, the choice rises one step
-    at a time within the throughput, and Q doubles if the choice exceeds it. The unit of time is one group's share of
-    the deadline; L2A-LL has segments of about one second.
+    After each segment, a distribution over the tracks makes a gradient step along each track's effect on the buffer at
+    the observed throughput, and is projected onto the simplex. The step is weighted by a multiplier Q, which grows
+    while segments arrive more slowly than they play. The track nearest to the mean rate is chosen. As in dash.js, the
+    choice rises one step at a time within the throughput, and Q doubles if the choice exceeds it. The unit of time is
+    one group's share of the deadline; L2A-LL has segments of about one second.
     """
 
     name: ClassVar[str] = "l2a"
@@ -223,20 +224,20 @@ class L2A(FrontToBack):
     }
 
     def __init__(self, *, horizon: float = 4.0, target: float = 1.5) -> None:
-        """Set the groups until learning settles, and the lead in groups from which the learned weights decide."""
+        """Set the number of groups until learning settles, and the lead in groups from which learned weights decide."""
         self._target = target
         self._caution = horizon**0.99
         self._step = 1.0 / (2.0 * max(horizon, self._caution * horizon**0.5))
 
     def start(self, view: View) -> None:
-        """Start by throughput."""
+        """Start with the throughput rule."""
         self._line = Timeline(view)
         self._weights: list[float] | None = None
         self._q = 0.0
         self._last = self._seen = 0
 
     def choose(self, view: View, group: int) -> Decision:
-        """Learn from the groups received since the last decision, then choose the track nearest to the mean."""
+        """Learn from the groups received since the last decision; choose the track nearest to the mean."""
         line, arrived = self._line, self._line.arrived(view)
         if self._weights is None:
             self._last = line.carried(_SAFE * view.rate)
@@ -252,12 +253,12 @@ class L2A(FrontToBack):
         return Decision.fetch(group, line.names[self._last], reason)
 
     def _learn(self, before: list[float], costs: Sequence[float]) -> list[float]:
-        """Take one step and return the new weights; ``costs``: each track's seconds per group over its share."""
+        """Make one step and return the new weights; ``costs`` are tracks' seconds per group over the group's share."""
         force = self._step * (self._q + self._caution)
         moved = [weight + (force if cost <= 1.0 else -force) * cost for weight, cost in zip(before, costs, strict=True)]
         weights = project(moved)
         mean = _dot(weights, costs)
-        # The step's direction, as in the paper's queue: twice the new weights minus the old.
+        # The direction of the step, as in the paper's queue: twice the new weights minus the old ones.
         self._q = max(0.0, self._q - 1.0 + 2.0 * mean - _dot(before, costs))
         chosen = min(range(len(costs)), key=lambda index: abs(costs[index] - mean))
         if chosen > self._last and costs[self._last + 1] <= 1.0:

@@ -1,6 +1,6 @@
-"""One self-contained page for a matrix: who wins, where, why, and the worst plays with their timelines.
+"""One self-contained page for a matrix: which policy wins, where and why, and the worst plays with timelines.
 
-It is a replay's page (`kvabr.replay.report`) with the laboratory's own sections before the plays.
+It is the page of a replay (`kvabr.replay.report`) with additional sections before the plays.
 """
 
 from kvabr_lab.report.page import write_report

@@ -1,4 +1,4 @@
-"""Assemble and write the page of a matrix."""
+"""Assembles and writes the page of a matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvabr_lab.totals import cuts
 def write_report(
     path: Path, matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], *, per_policy: int = PER_POLICY
 ) -> None:
-    """Write the page, replacing the file as a whole, with ``per_policy`` worst plays for each policy.
+    """Write the page with the ``per_policy`` worst plays of each policy; the file is replaced atomically.
 
     Raises:
         AssetError: The file cannot be written.
@@ -41,7 +41,7 @@ def write_report(
 
 
 def _as_replay(matrix: LabMatrix, played: PlayedMatrix, result: dict[str, Any], worst: Sequence[Any]) -> dict[str, Any]:
-    """Return a replay's result; shown plays are first, because timelines refer to them by index."""
+    """Return the result in the form of a replay's; shown plays are first, since timelines refer to them by index."""
     lines = [line for cell in played.lines for line in cell]
     tracks: dict[str, dict[str, Any]] = {}
     for offer in matrix.offers:

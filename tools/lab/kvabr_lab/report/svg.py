@@ -10,14 +10,14 @@ from kvabr_lab.causes import CAUSES
 from kvabr_lab.tables import cause_title, short
 
 COLOURS = 10
-"""Further policies repeat them, dashed."""
+"""Number of colours; further policies reuse them with dashed lines."""
 _FLOOR = 1e-5
-"""Smaller regrets are drawn here: a logarithmic axis has no zero."""
+"""Smaller regrets are drawn at this value, as a logarithmic axis has no zero."""
 _CHARACTER = 6.8
-"""Width of a character of a policy's name, pixels, on the safe side."""
+"""Upper bound of the width of a character in a policy's name, pixels."""
 _NUMBER = 72
 _MIN_PLOT = 150
-"""Pixels; on narrower screens the chart scrolls."""
+"""Minimum width of the plot in pixels; on narrower screens the chart scrolls."""
 
 
 def escape(text: object) -> str:
@@ -31,10 +31,10 @@ def line_class(index: int) -> str:
 
 
 class LogAxis:
-    """A logarithmic axis of whole decades that holds all values, from `_FLOOR` up."""
+    """A logarithmic axis of whole decades that covers all values from `_FLOOR` on."""
 
     def __init__(self, values: Sequence[float], left: float, right: float, unit: str = "") -> None:
-        """Cover ``values`` from position ``left`` to ``right``, in pixels or in ``unit``."""
+        """Map ``values`` to positions from ``left`` to ``right``, in pixels or in ``unit``."""
         known = [max(_FLOOR, value) for value in values] or [_FLOOR, 1.0]
         self._low = math.floor(math.log10(min(known)) + 1e-9)
         self._high = max(self._low + 1, math.ceil(math.log10(max(known)) - 1e-9))
@@ -56,7 +56,7 @@ class LogAxis:
             x, text = self.at(10.0**power), f"{10.0**power:g}"
             if power <= math.log10(_FLOOR) + 1e-9:
                 text = f"≤{text}"
-            # On a narrow screen every second decade has its label.
+            # On narrow screens, only every second decade has a label.
             spare = ' class="spare"' if self._unit and (self._high - power) % 2 else ""
             parts.append(f'<line class="rule" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>')
             parts.append(f'<text x="{x}" y="{bottom + 13}" text-anchor="middle"{spare}>{text}</text>')
@@ -64,7 +64,7 @@ class LogAxis:
 
 
 def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[float, float, float]]) -> str:
-    """Draw every policy's mean regret (mean, low and high end), best on top."""
+    """Draw every policy's mean regret, given as (mean, low end, high end), best on top."""
     step, top = 22, 8
     bottom = top + step * len(rows)
     axis = LogAxis([value for ends in regrets.values() for value in ends], 0.0, 100.0, "%")
@@ -82,7 +82,7 @@ def ranking(rows: Sequence[Mapping[str, object]], regrets: Mapping[str, tuple[fl
 
 
 def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Draw the causes of each policy's regret as bars of shares."""
+    """Draw the causes of each policy's regret as a bar with parts."""
     step, top = 22, 6
     parts = []
     for index, (policy, parted) in enumerate(rows):
@@ -103,7 +103,7 @@ def causes(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 
 def distribution(values: Mapping[str, Sequence[float]], order: Sequence[str], title: str) -> str:
-    """Draw, for every policy, the share of plays with at most a given regret."""
+    """Draw, for every policy, the fraction of plays with at most a given regret."""
     width, height, left, top = 410, 200, 34, 8
     bottom = height - 22
     axis = LogAxis([value for line in values.values() for value in _ends(line)], left, width - 12)
@@ -148,7 +148,7 @@ def _value(value: float, y: float) -> str:
 
 
 def _wide(names: Sequence[str], height: float, title: str, plot: str) -> str:
-    """Return a chart as wide as the page; names and numbers stand in its margins, and x goes from 0 to 100 %."""
+    """Return a chart as wide as the page; names and numbers are in its margins, and x goes from 0 to 100 %."""
     left = round(14 + _CHARACTER * max(len(_cut(name)) for name in names))
     size = f"margin:0 {_NUMBER}px 0 {left}px;width:calc(100% - {left + _NUMBER}px);height:{height}px"
     return (

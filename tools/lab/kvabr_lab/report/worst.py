@@ -1,4 +1,4 @@
-"""Replay the worst plays of every policy with their logs; a replayed play is identical."""
+"""Replays the worst plays of every policy to get their logs; a replayed play is identical."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replayed:
     shown: list[ShownPlay]
     runs: list[dict[str, Any]]
     timelines: list[dict[str, Any]]
-    """As in a replay's report; ``run`` is an index into `runs`."""
+    """Timelines as in a replay's report; ``run`` is an index into `runs`."""
 
 
 def replay_worst(
@@ -40,7 +40,7 @@ def replay_worst(
 ) -> Replayed:
     """Find the worst plays of each policy and replay them.
 
-    ``policies`` are best first; the first also replays every play where another was at its worst.
+    ``policies`` are best first. Every worst play of another policy is also replayed with the first policy.
     """
     out = Replayed([], [], [])
     again = _Again(matrix, out)
@@ -81,7 +81,7 @@ class _Again:
         if key not in self._done:
             bench = self._benches.setdefault(cell, CellPlayer(self._matrix.catalog(cell), self._matrix.options(cell)))
             trace = self._traces[line["trace"]]
-            # The line's start is rounded: take the matrix's own start, so that the play is identical.
+            # The line's start is rounded, so take the exact start from the matrix; then the play is identical.
             starts = self._matrix.starts_of(trace, self._counts[line["trace"]])
             start_s = min(starts, key=lambda start: abs(start - line["start_s"]))
             outcome = bench.play(trace, bench.link(trace, start_s), policy, log=True)[1]

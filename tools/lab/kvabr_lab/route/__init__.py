@@ -1,7 +1,7 @@
-"""Where to prefill: at the decode node's own site, or at another one that sends the cache over the network.
+"""Where to prefill: at the decode node's own site, or at another site that sends the cache over the network.
 
-A router embeds this package: it needs neither numpy nor torch, reads no clock and does no I/O. `decide` serves one
-request with given circumstances; `Router` also learns from requests and transfers.
+This package can be embedded in a router: it needs neither numpy nor torch, reads no clock and does no I/O. `decide`
+places one request, given the state of sites and link; `Router` also learns from requests and transfers.
 """
 
 from kvabr_lab.route.forecast import (

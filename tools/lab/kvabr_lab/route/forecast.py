@@ -1,22 +1,23 @@
 """Expected time to the first token for each place: prefill locally, prefill remotely, or fetch a prefix.
 
-Times are seconds from now. ``h`` and ``r`` are the cached tokens of an ``n``-token prompt here and at the other site
-(whole groups; the last token is always computed).
+Times are in seconds from now. For a prompt of ``n`` tokens, ``h`` are cached here and ``r`` at the other site (whole
+groups; the last token is always computed).
 
 - ``local``: local queue + prefill of n - h tokens.
-- ``remote``: half a round trip, the remote queue, and prefill of n - r tokens there; tokens missing here are sent
-  *during* the prefill. Since no token takes less time than the one before, the last group arrives at the latest of
-  three times: computed and sent; all computed tokens sent; everything sent, including the remotely cached part. Half a
-  round trip, the decoding of the last group, and the engine's step for the first token follow.
-- ``both``: as ``remote``, but the first k tokens are computed here and not sent. k makes both end together, or is
-  smaller if that is as fast. The player stops where both meet, so k is a plan.
-- ``fetch``: fetch the remotely cached part beyond h, and prefill n - r tokens here.
+- ``remote``: half a round trip, the remote queue, and prefill of n - r tokens there; tokens that are missing here are
+  sent *during* the prefill. Since no token takes less time than the previous one, the last group arrives at the latest
+  of three times: when it is computed and sent; when all computed tokens are sent; when everything is sent, including
+  the remotely cached part. Then follow half a round trip, decoding of the last group, and the engine's step for the
+  first token.
+- ``both``: like ``remote``, but the first k tokens are computed here and not sent. k is chosen so that both sites end
+  together, or smaller if that is as fast. It is only a plan, as the player stops where both meet.
+- ``fetch``: the remotely cached part beyond h is fetched, and n - r tokens are prefilled here.
 
-`kvabr.abr.planner` has a catalog, but ignores queues and remote prefill. With equal knowledge (one track, all remotely
-cached, idle engines) both agree within 3 %, over five engines and links from a thirtieth to thirty times the engine's
-speed (``tests/lab/route/test_forecast.py``).
+`kvabr.abr.planner` uses a catalog, but ignores queues and remote prefill. With equal knowledge (one track, everything
+cached remotely, idle engines) both agree within 3 %, over five engines and links from a thirtieth to thirty times the
+engine's speed (``tests/lab/route/test_forecast.py``).
 
-Requests share the link in routing order: bytes of earlier requests go first.
+Requests use the link in the order of routing: bytes of earlier requests are sent first.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ BOTH: Place = "both"
 FETCH: Place = "fetch"
 PLACES = (LOCAL, REMOTE, BOTH, FETCH)
 _MIN_GAIN = 0.02
-"""Minimum share of time saved by `BOTH`, since it occupies workers of both sites."""
+"""Minimum fraction of time that `BOTH` must save, since it occupies workers of both sites."""
 MAX_TOKENS = 1 << 27
-"""As in a catalog: a million groups of 128 tokens."""
+"""Maximum length of a prompt, as in a catalog: a million groups of 128 tokens."""
 
 
 def _check_amounts(what: str, holder: object, max_count: float = 1e15) -> None:
@@ -55,7 +56,7 @@ class PrefillSite:
 
     cost: PrefillCost
     queue_s: float = 0.0
-    """Seconds until a worker would start this request."""
+    """Seconds until a worker could start this request."""
     cached_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -69,15 +70,15 @@ class RouteLink:
     rate: float
     """Expected payload rate, bytes/s; 0 if unknown."""
     rtt_s: float = 0.0
-    """Round trip including processing at both ends."""
+    """Round trip time including processing at both ends, seconds."""
     backlog_bytes: float = 0.0
-    """Sendable bytes of earlier requests that have not arrived."""
+    """Bytes of earlier requests that could be sent but have not arrived."""
     live: bool = True
-    """Whether groups are sent during the prefill or all at its end."""
+    """True if groups are sent during the prefill, False if all are sent at its end."""
     coming: tuple[tuple[float, float, float], ...] = ()
-    """Later transfers of earlier requests: start and end in seconds, and bytes."""
+    """Later transfers of earlier requests: start and end in seconds, and size in bytes."""
     bound: float | None = None
-    """Lower bound of the rate, bytes/s; None: ``rate``."""
+    """Lower bound of the rate in bytes/s; None: same as ``rate``."""
 
     def __post_init__(self) -> None:
         _check_amounts("link", self)
@@ -88,18 +89,18 @@ class RouteLink:
                 raise UsageError(f"link: {nbytes} bytes that are computed from {begin} to {end} s: not possible")
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds to carry ``nbytes``; infinity if the rate is unknown."""
+        """Return the seconds to transfer ``nbytes``; infinity if the rate is unknown."""
         if nbytes <= 0:
             return 0.0
         return nbytes / self.rate if self.rate > 0 else math.inf
 
     @property
     def free_s(self) -> float:
-        """Seconds until the link can carry a new request."""
+        """Seconds until the link can start to send a new request."""
         return max(self.rtt_s / 2, self.seconds(self.backlog_bytes))
 
     def through(self, *own: tuple[float, float]) -> float:
-        """Return when the last of these (time, bytes) parts has been sent after all earlier requests."""
+        """Return when the last of these parts, given as (time, bytes), has been sent after all earlier requests."""
         if self.rate <= 0:
             return math.inf if any(nbytes > 0 for _, nbytes in own) else max(at for at, _ in own)
         marks = [(at, nbytes, 0.0) for at, nbytes in own]
@@ -114,7 +115,7 @@ class RouteLink:
         now, left, pace = 0.0, self.backlog_bytes, 0.0
         for at, nbytes, more in marks:
             after = left + (pace - self.rate) * (at - now)
-            # This request is last in the queue, so it ends when the queue is empty.
+            # This request is last in the queue, so its transfer ends when the queue is empty.
             if now >= last and at > now and after <= 0:
                 return now + left / (self.rate - pace)
             now, left, pace = at, max(0.0, after) + nbytes, pace + more
@@ -127,12 +128,12 @@ class CacheSize:
 
     per_token: float
     constant: float = 0.0
-    """Bytes of sliding windows and states, complete only at the prompt's end."""
+    """Bytes of sliding windows and states, which are complete only at the prompt's end."""
     group_tokens: int = 128
     decode_s: float = 0.0
-    """Decode seconds per token, with all threads."""
+    """Decode seconds per token, using all threads."""
     loss: float = 0.0
-    """Expected nats per generated token."""
+    """Expected loss, nats per generated token."""
 
     def __post_init__(self) -> None:
         _check_amounts("cache", self)
@@ -170,7 +171,7 @@ class CacheSize:
         whole = sum(option.bytes for group, option in enumerate(chosen) if not _lasts(catalog, group))
         constant = sum(option.bytes for group, option in enumerate(chosen) if _lasts(catalog, group))
         if not whole:
-            # Only windows and states: the size hardly depends on the prompt's length.
+            # There are only windows and states, so the size hardly depends on the prompt's length.
             whole, constant = constant, 0
         tokens = catalog.tokens
         return cls(whole / tokens, constant, catalog.spec.group_tokens, ends_s / tokens / max(1, decoders), loss)
@@ -185,16 +186,16 @@ class CacheSize:
         )
 
     def whole_groups(self, tokens: int, prompt: int) -> int:
-        """Return the tokens in whole groups, of ``tokens`` cached, that a prompt of ``prompt`` tokens can use."""
+        """Return how many of ``tokens`` cached tokens a prompt of ``prompt`` tokens can use: whole groups."""
         return min(tokens, prompt - 1) // self.group_tokens * self.group_tokens
 
     def last_group(self, tokens: int) -> int:
-        """Return the tokens in the last group of ``tokens``."""
+        """Return the number of tokens in the last group of ``tokens``."""
         return (tokens - 1) % self.group_tokens + 1
 
 
 def _lasts(catalog: Catalog, group: int) -> bool:
-    """Return whether a play needs only the end of the group's class."""
+    """Return True if a play needs only the end of the class of a group."""
     if catalog.every_token:
         return False
     return catalog.spec.parts[catalog.unit(group).part].only.kind not in ("full", "latent")
@@ -206,25 +207,25 @@ class Forecast:
 
     place: Place
     ttft_s: float
-    """Infinite if the link rate is unknown."""
+    """Seconds to the first token; infinite if the link rate is unknown."""
     limit: str
     queue_s: float
     prefill_s: float
-    """Busy time of the place's prefill worker; for `BOTH` the remote one."""
+    """Seconds that the place's prefill worker is busy; for `BOTH`, the remote worker."""
     bytes: float
     front_tokens: int = 0
-    """For `BOTH`: tokens computed here."""
+    """For `BOTH`: tokens to compute here."""
     front_s: float = 0.0
-    """For `BOTH`: busy time of a local worker."""
+    """For `BOTH`: seconds that a local worker is busy."""
     ready_s: float = 0.0
-    """Time at which the first group can be sent."""
+    """Time at which the first group can be sent, seconds."""
     computed_s: float = 0.0
-    """Time at which the last group can be sent."""
+    """Time at which the last group can be sent, seconds."""
     last_s: float = 0.0
     tail_s: float = 0.0
-    """From then until the first token."""
+    """Seconds from the arrival of the last group until the first token."""
     others_s: float = 0.0
-    """Expected extra delay of other requests, compared to the most considerate place."""
+    """Expected additional delay of other requests, compared with the place that delays them least."""
     bound_s: float = math.inf
     """`ttft_s` at the link's lower bound."""
 
@@ -239,7 +240,7 @@ def forecasts(
 ) -> tuple[Forecast, ...]:
     """Return the forecast of every sensible place; the first is local prefill.
 
-    ``both``: whether the local engine can compute the start of a prompt that arrives from its end.
+    ``both`` is True if the local engine can compute the start of a prompt that arrives from its end.
 
     Raises:
         UsageError: The prompt is empty or too long.
@@ -260,14 +261,14 @@ def forecasts(
         return tuple(replace(one, bound_s=one.ttft_s) for one in found)
     sure = replace(ways, link=replace(link, rate=link.bound, bound=None))
     late = {LOCAL: sure.local, REMOTE: sure.remote, FETCH: sure.fetch}
-    # On a slower link, both sites meet later in the prompt.
+    # On a slower link, the two sites meet later in the prompt.
     bounds = (late[one.place]() if one.place in late else sure.both(sure.front() or one.front_tokens) for one in found)
     return tuple(replace(one, bound_s=bound.ttft_s) for one, bound in zip(found, bounds, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """``here`` and ``there`` are the usable cached tokens."""
+    """Forecasts by place; ``here`` and ``there`` are the numbers of usable cached tokens."""
 
     tokens: int
     here: int
@@ -305,13 +306,13 @@ class _Ways:
         )
 
     def front(self) -> int | None:
-        """Return the number of tokens to compute here instead of sending them, if that pays."""
+        """Return the number of tokens to compute here instead of sending them; None if this does not save time."""
         group = self.cache.group_tokens
         low, high = self.here, self.cache.whole_groups(self.tokens, self.tokens)
         slow_s, least_s = self._sent_s(low), self._sent_s(high)
         if slow_s <= least_s or self._front_s(low + group) >= slow_s:
             return None
-        # More local computation ends later, but the rest arrives sooner. Search where they meet.
+        # More local computation ends later, but then the rest arrives sooner. Search for the point where the two meet.
         while high - low > group:
             middle = (low + high) // (2 * group) * group
             sent_s = self._sent_s(middle)
@@ -356,15 +357,15 @@ class _Ways:
         return self.at_home.cost.seconds(self.tokens - 1, 1)
 
     def _front_s(self, front: int) -> float:
-        """Return the time at which the first ``front`` tokens are computed here."""
+        """Return the time at which the first ``front`` tokens have been computed here."""
         return self.at_home.queue_s + self.at_home.cost.seconds(self.here, front - self.here)
 
     def _sent_s(self, sent: int) -> float:
-        """Return the time at which all tokens from ``sent`` on are sent and decoded."""
+        """Return the time at which all tokens from ``sent`` on have been sent and decoded."""
         return max(self._arrivals(sent)[0].values()) + self.link.rtt_s / 2
 
     def _arrivals(self, sent: int) -> tuple[dict[str, float], float, float]:
-        """Return each limit on sending all tokens from ``sent`` on, and the times of their first and last groups."""
+        """Return each limit on sending the tokens from ``sent`` on, and the times of the first and the last group."""
         tokens, there, link, cache = self.tokens, self.there, self.link, self.cache
         behind = max(sent, there)
         last, fresh = cache.last_group(tokens), min(cache.group_tokens, tokens - behind)

@@ -1,7 +1,8 @@
-"""The parts of a prompt cached by engines and stores, from their KV events.
+"""Which part of a prompt engines and stores have cached, according to their KV events.
 
-Publishers name blocks arbitrarily, so a hash chain of their tokens identifies them here. Blocks that depend on more
-than tokens (adapters, pictures, salts) and those of sliding windows, which drop a prompt's beginning, are skipped.
+Publishers name blocks arbitrarily, so blocks are identified by a hash chain of their tokens. Blocks that depend on more
+than tokens (adapters, pictures, salts) are skipped, and so are those of sliding windows, which drop a prompt's
+beginning.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ROOT = b""
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """A publisher with one of its topics: it may serve several models."""
+    """A publisher and one of its topics; a publisher may serve several models."""
 
     publisher: str
     topic: str = ""
@@ -37,9 +38,9 @@ class PrefixHolder:
 @dataclass(slots=True)
 class _Blocks:
     keys: dict[int | bytes, bytes] = field(default_factory=dict)
-    """Internal keys by the holder's block names."""
+    """Internal key by block name."""
     media: dict[bytes, int] = field(default_factory=dict)
-    """Bit set of media by key."""
+    """Storage media by key, as a bit set."""
     sizes: dict[int, None] = field(default_factory=dict)
 
 
@@ -47,19 +48,19 @@ class HeldPrefixes:
     """Blocks of many holders, within a limit."""
 
     def __init__(self, max_blocks: int = 1 << 20) -> None:
-        """Begin empty; at most ``max_blocks`` per holder are stored."""
+        """Create without blocks; at most ``max_blocks`` are stored per holder."""
         self._max_blocks = max_blocks
         self._held: dict[PrefixHolder, _Blocks] = {}
         self._media: dict[str | None, int] = {}
         self.skipped = 0
-        """Blocks beyond the limit, after an unknown block, or not of text alone."""
+        """Number of skipped blocks: over the limit, after an unknown block, or not of text alone."""
 
     def __len__(self) -> int:
         return sum(len(blocks.media) for blocks in self._held.values())
 
     @property
     def holders(self) -> Sequence[PrefixHolder]:
-        """Holders with blocks."""
+        """Holders that have blocks."""
         return tuple(holder for holder, blocks in self._held.items() if blocks.media)
 
     def apply(self, holder: PrefixHolder, events: Iterable[KVEvent]) -> None:
@@ -79,7 +80,7 @@ class HeldPrefixes:
             del self._held[holder]
 
     def cached(self, tokens: Sequence[int], model: str | None = None) -> dict[PrefixHolder, int]:
-        """Return the cached tokens at a prompt's beginning by holder; ``model`` skips topics of other models."""
+        """Return the cached tokens at a prompt's start by holder; ``model`` excludes topics of other models."""
         chains: dict[int, list[bytes]] = {}
         found: dict[PrefixHolder, int] = {}
         for holder, blocks in self._held.items():
@@ -96,7 +97,7 @@ class HeldPrefixes:
         return found
 
     def _blocks(self, holder: PrefixHolder) -> _Blocks:
-        """Return a holder's blocks; beyond the limit of topics, a temporary table."""
+        """Return the blocks of a holder; over the limit of topics, a temporary table."""
         if holder not in self._held:
             if sum(each.publisher == holder.publisher for each in self._held) >= _MAX_TOPICS:
                 return _Blocks()

@@ -11,15 +11,16 @@ from collections.abc import Iterable, Sequence
 from kvabr_lab.route.forecast import CacheSize, PrefillSite, RouteLink
 
 Interval = tuple[float, float]
-"""Open."""
+"""An open interval."""
 
 
 def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> tuple[Interval, ...]:
-    """Return the lengths for which remote prefill is faster than local prefill, in tokens beyond the cached ones.
+    """Return the lengths at which remote prefill is faster than local prefill, in tokens beyond the cached ones.
 
-    The smaller number of both sites' cached tokens counts, and only ``backlog_bytes`` of earlier requests. Intervals
-    apply to whole groups: between them the last group is smaller, and remote prefill slightly faster. With a live link
-    they are exact, since every condition is a quadratic inequality; usually there is one, from n*(C) on.
+    The smaller of the two sites' numbers of cached tokens is used, and of earlier requests only ``backlog_bytes``.
+    Intervals are for prompts of whole groups; for others the last group is smaller, and remote prefill slightly faster.
+    With a live link the intervals are exact, since every condition is a quadratic inequality. Usually there is one
+    interval, from n*(C) on.
     """
     before = min(local.cached_tokens, remote.cached_tokens) // cache.group_tokens * cache.group_tokens
     if link.rate <= 0:
@@ -28,7 +29,7 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
     byte_s, constant_s = cache.per_token / link.rate, cache.constant / link.rate
     begin_s = max(link.rtt_s / 2, remote.queue_s)
     first_s = begin_s + remote.cost.seconds(before, group)
-    # The engine's step for the first token costs `step` plus `more` per token.
+    # The engine's step for the first token takes `step` plus `more` per token.
     step = own.constant_s + own.per_token_s - own.attention_s
     more = 2 * own.attention_s
     over = link.rtt_s / 2 + step + group * cache.decode_s + constant_s
@@ -54,13 +55,13 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
 
 
 def break_even_tokens(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> float:
-    """Return n*(C), the minimum of `remote_lengths`; infinity if there is none."""
+    """Return n*(C), the lower end of `remote_lengths`; infinity if there is no interval."""
     intervals = remote_lengths(local, remote, link, cache)
     return intervals[0][0] if intervals else math.inf
 
 
 def _positive(square: float, linear: float, constant: float) -> tuple[Interval, ...]:
-    """Return the intervals from 0 on in which a polynomial is positive."""
+    """Return the intervals above 0 in which a quadratic polynomial is positive."""
     roots = sorted({max(0.0, root) for root in _roots(square, linear, constant)} | {0.0})
     ends = [*roots, math.inf]
     found = []
@@ -77,7 +78,7 @@ def _roots(square: float, linear: float, constant: float) -> Iterable[float]:
     under = linear * linear - 4 * square * constant
     if under < 0:
         return []
-    # The usual formula would subtract nearly equal numbers if attention is cheap.
+    # If attention is cheap, the usual formula would subtract nearly equal numbers.
     half = -(linear + math.copysign(math.sqrt(under), linear)) / 2
     return [half / square, *([constant / half] if half else [])]
 

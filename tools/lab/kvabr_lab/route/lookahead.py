@@ -1,11 +1,12 @@
 """The cost of a decision to later requests.
 
 A queued prefill delays later requests unless they can go elsewhere. `Lookahead` remembers the resource use of recent
-requests. For every place of a new request, it replays stretches of that past from the resulting queues, sending each
-request where its first token is soonest. Their extra delay compared to the most considerate place is the price.
+requests. For every place of a new request, it replays series of past requests on the resulting queues, and sends each
+request where its first token is soonest. The price of a place is their additional delay, compared with the place that
+delays them least.
 
-This is a rollout: one step of policy improvement over the selfish rule (Bertsekas). Unlike queueing formulas, it
-assumes nothing about arrivals or lengths, handles any number of workers, and lets other requests evade.
+This is a rollout: one step of policy improvement over the selfish rule (Bertsekas). Unlike queueing formulas, it makes
+no assumptions about arrivals or lengths, handles any number of workers, and allows other requests to go elsewhere.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from heapq import heapify, heapreplace
 from kvabr_lab.route.forecast import BOTH, FETCH, LOCAL, REMOTE, Forecast
 
 _EQUAL_REQUESTS = 8
-"""After this many consecutive requests with equal delays, a choice has no further effect."""
+"""Number of consecutive requests with equal delays after which a choice has no further effect."""
 _SAME_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Resource use of a past request without queues."""
+    """Resource use of a past request if there are no queues."""
 
     at_s: float
     local_s: float
     remote_s: float
     bytes: float
     last_s: float
-    """Link time of the last group, which is computed last."""
+    """Seconds on the link of the last group, which is computed last."""
     tail_s: float
-    """From then until the first token."""
+    """Seconds from the arrival of the last group until the first token."""
     fetch_s: float
-    """Local prefill after fetching; infinity without anything to fetch."""
+    """Seconds of local prefill after fetching; infinity if there is nothing to fetch."""
     fetch_bytes: float
     both: bool
 
@@ -50,7 +51,7 @@ class Queues:
         heapify(self.there)
 
     def put(self, one: Forecast, now: float, byte_s: float) -> None:
-        """Add a request as in a forecast."""
+        """Add a request as its forecast describes."""
         if one.place in (LOCAL, FETCH):
             begin = max(self.here[0], now)
             if one.place == FETCH:
@@ -65,7 +66,7 @@ class Queues:
             heapreplace(self.here, max(self.here[0], now) + one.front_s)
 
     def serve(self, one: _Demand, now: float, byte_s: float) -> float:
-        """Serve a request where its first token is soonest; return the seconds until then."""
+        """Serve a request at the place where its first token is soonest; return the seconds until then."""
         here, there = self.here, self.there
         here_s = max(now, here[0])
         there_s = max(now, there[0])
@@ -82,7 +83,7 @@ class Queues:
                 heapreplace(here, fetch_end)
                 return fetch_end - now
         if one.both and here_s < remote_end and there_s < local_end:
-            # Both work on it and end together, each at its own rate.
+            # Both sites work on it and end together, each at its own rate.
             carry_s = one.bytes * byte_s
             start = max(there_s, self.link)
             meets = (1 + here_s / one.local_s + start / carry_s) / (1 / one.local_s + 1 / carry_s)
@@ -100,7 +101,7 @@ class Queues:
         return remote_end - now
 
     def idle(self, now: float) -> bool:
-        """Return whether no work is left."""
+        """Return True if all work is done."""
         return self.link <= now and max(self.here) <= now and max(self.there) <= now
 
 
@@ -108,7 +109,7 @@ class Lookahead:
     """Remembers and replays requests."""
 
     def __init__(self, *, kept: int = 256, stretches: int = 40, ahead: int = 24) -> None:
-        """Remember ``kept`` requests; a decision replays ``stretches`` of ``ahead`` requests."""
+        """Remember ``kept`` requests. A decision replays ``stretches`` series of ``ahead`` requests."""
         self._kept: deque[_Demand] = deque(maxlen=kept)
         self._most, self._ahead = stretches, ahead
 
@@ -141,9 +142,10 @@ class Lookahead:
         rate: float,
         now: float,
     ) -> tuple[Forecast, ...]:
-        """Return forecasts with their cost to other requests.
+        """Return the forecasts with the delay that they cause for other requests.
 
-        ``here``, ``there`` and ``link``: times at which workers and the link become free; ``rate``: bytes/s.
+        ``here``, ``there`` and ``link`` are the times at which workers and the link become free; ``rate`` is in
+        bytes/s.
         """
         stretches = self._stretches() if rate > 0 and len(options) > 1 else []
         if not stretches:

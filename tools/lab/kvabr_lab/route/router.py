@@ -1,12 +1,12 @@
-"""A router's memory: link rate, queues at both sites, and past requests.
+"""What a router remembers: link rate, queues at both sites, and past requests.
 
-Transfers may last minutes and be minutes apart, so `LinkMemory` mixes the rate of the last seconds with the usual rate:
-the older the last sample and the longer the transfer, the more the usual rate counts. The half-life of that trust
-follows from past prediction errors. Without the usual rate, one bad minute would close the link for good, because no
-further transfers would measure it.
+Transfers may last minutes and be minutes apart, so `LinkMemory` mixes the rate of the last seconds with the usual rate.
+The older the last sample and the longer the transfer, the more weight the usual rate has. The half-life of the recent
+rate's weight is chosen by past prediction errors. Without the usual rate, the link would no longer be used after one
+bad minute, because no further transfer would measure it.
 
-`Router.probe` requests a small transfer on a rarely used link; its sample represents up to two seconds of silence, so
-that probes count as much as transfers.
+`Router.probe` requests a small transfer on a rarely used link. Its sample represents up to two seconds without
+transfers, so that probes have the same weight as transfers.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvabr_lab.route.lookahead import Lookahead
 from kvabr_lab.route.rule import Route, choose
 
 LATELY_S = 1.0
-"""Half-life of the recent mean, seconds of a busy link."""
+"""Half-life of the recent mean, in seconds of a busy link."""
 RECENT_S = (16.0, 4.0, 64.0)
-"""Candidate half-lives of the trust in that mean; the best recent predictor wins."""
+"""Candidates for the half-life of the recent mean's weight, seconds; the best predictor is used."""
 _PREDICTION_S = 8.0
-"""Prediction horizon for judging half-lives."""
+"""Seconds over which predictions are compared to choose a half-life."""
 _ERROR_DECAY = 0.98
 USUAL_S = 300.0
-"""Half-life of the usual rate, seconds of a busy link."""
+"""Half-life of the usual rate, in seconds of a busy link."""
 PROBE_S = 2.0
-"""Silence before a probe, and the longest time that a sample represents, seconds."""
+"""Seconds without transfers before a probe, and maximum time that a sample represents."""
 PROBE_BYTES = 65_536
 PROBE_WAIT_S = 1.0
 _HORIZON_S = 60.0
-"""Horizon of the link estimate: a long transfer."""
+"""Seconds over which the link is estimated: those of a long transfer."""
 
 
 class LinkMemory:
@@ -51,16 +51,16 @@ class LinkMemory:
         recent_s: tuple[float, ...] = RECENT_S,
         usual_s: float = USUAL_S,
     ) -> None:
-        """Begin without samples; `LATELY_S`, `RECENT_S` and `USUAL_S` describe the half-lives.
+        """Create without samples; for the half-lives see `LATELY_S`, `RECENT_S` and `USUAL_S`.
 
-        The ratio of the estimator's lower bound to its rate applies to the expected rate. The first of equally good
-        ``recent_s`` wins.
+        The ratio of the estimator's lower bound to its rate is applied to the expected rate. If several ``recent_s``
+        are equally good, the first is used.
         """
         self.estimator = estimator
         self._errors = dict.fromkeys(recent_s, 0.0)
-        """Decaying error sum per half-life, as shares of the usual rate."""
+        """Decaying sum of errors by half-life, relative to the usual rate."""
         self._past: deque[tuple[float, float, float]] = deque(maxlen=64)
-        """End of each sample, with both means then."""
+        """End of each sample, and the two means at that time."""
         self._lately, self._usual = DecayingMean(lately_s), DecayingMean(usual_s)
         self._sampled_s = -math.inf
 
@@ -78,12 +78,12 @@ class LinkMemory:
 
     @property
     def sampled_s(self) -> float:
-        """End of the last sample; minus infinity before the first."""
+        """End of the last sample; minus infinity if there is none."""
         return self._sampled_s
 
     @property
     def recent_s(self) -> float:
-        """Half-life of the trust in the recent rate."""
+        """Half-life of the recent mean's weight, seconds."""
         return min(self._errors, key=self._errors.__getitem__)
 
     def _judge(self, rate: float, middle_s: float) -> None:
@@ -97,7 +97,7 @@ class LinkMemory:
             self._errors[half_life_s] = _ERROR_DECAY * error + (1 - _ERROR_DECAY) * wrong
 
     def rates(self, nbytes: float, now: float) -> tuple[float, float]:
-        """Return the expected rate of a transfer of ``nbytes`` from now on, and a lower bound; 0.0 if unknown."""
+        """Return the expected rate of a transfer of ``nbytes`` from now on, and its lower bound; 0.0 if unknown."""
         usual = self._usual.value()
         if not usual:
             return 0.0, 0.0
@@ -114,16 +114,16 @@ class RouteRequest:
 
     tokens: int
     cached: tuple[int, int] = (0, 0)
-    """Cached tokens at the start, locally and remotely."""
+    """Number of cached tokens at the prompt's start, locally and remotely."""
     queue_s: tuple[float, float] = (0.0, 0.0)
     backlog_bytes: float = 0.0
-    """Computed bytes of earlier requests that have not arrived."""
+    """Bytes of earlier requests that are computed but have not arrived."""
     deadline_s: float | None = None
-    """Until the first token; None: no deadline."""
+    """Seconds until the first token is due; None: no deadline."""
 
 
 class Router:
-    """Choose the prefill place of each request. It reads no clock and does no I/O."""
+    """Chooses the prefill place of each request. Reads no clock and does no I/O."""
 
     def __init__(
         self,
@@ -146,14 +146,14 @@ class Router:
             local: Cost at the local site.
             remote: Cost at the remote site.
             cache: See `CacheSize.of_catalog`.
-            rtt_s: Between the sites.
-            workers: Concurrent prefills, locally and remotely.
-            live: Whether the remote site sends groups during the prefill.
-            both: Whether the local engine can compute the start of a prompt that arrives from its end.
-            estimator: Uncertainty of the link's rate; see `LinkMemory`.
-            margin_s: Minimum advantage of a place over the local one.
-            lookahead: Memory of requests.
-            considerate: Whether the delay of other requests counts.
+            rtt_s: Round trip time between the sites.
+            workers: Number of concurrent prefills, locally and remotely.
+            live: True if the remote site sends groups during the prefill.
+            both: True if the local engine can compute the start of a prompt that arrives from its end.
+            estimator: Estimates the uncertainty of the link's rate; see `LinkMemory`.
+            margin_s: Minimum advantage of a place over the local site, seconds.
+            lookahead: Remembers requests.
+            considerate: True if the delay of other requests counts.
 
         Raises:
             UsageError: An argument is out of range.
@@ -174,11 +174,11 @@ class Router:
         self._probed_s = -math.inf
 
     def probe(self, now: float) -> int:
-        """Return the bytes to fetch as a probe; 0 if none is due.
+        """Return the number of bytes to fetch as a probe; 0 if no probe is due.
 
-        Call about twice a second, with the clock of `route`. Time the bytes from first to last for at most
-        `PROBE_WAIT_S`, and report them to `arrived`, even if none arrived. The next probe is due after two more seconds
-        of silence.
+        Call this about twice a second, with the clock of `route`. Measure the time from the first to the last byte, for
+        at most `PROBE_WAIT_S`, and pass it to `arrived`, even if no byte arrived. The next probe is due after two more
+        seconds without transfers.
         """
         if now - max(self.memory.sampled_s, self._probed_s) < PROBE_S:
             return 0
@@ -190,7 +190,7 @@ class Router:
         self.memory.sample(nbytes, seconds, now)
 
     def route(self, request: RouteRequest, now: float) -> Route:
-        """Choose the prefill place of a prompt, and reserve the resources; ``now`` is on any monotonic clock.
+        """Choose the prefill place of a prompt and reserve resources; ``now`` is a time of any monotonic clock.
 
         Raises:
             UsageError: A number is out of range.
@@ -201,7 +201,7 @@ class Router:
         return found
 
     def options(self, request: RouteRequest, now: float) -> tuple[Forecast, ...]:
-        """Return the forecast of every place, with the cost to other requests; report the choice to `take`.
+        """Return the forecast of every place, with the delay of other requests; pass the choice to `take`.
 
         Raises:
             UsageError: A number is out of range.
@@ -222,7 +222,7 @@ class Router:
         return self._lookahead.priced(found, here, there, free_s, rate, now)
 
     def take(self, options: Sequence[Forecast], chosen: Forecast, now: float) -> None:
-        """Reserve the resources of an option, and remember the request."""
+        """Reserve the resources for the chosen option, and remember the request."""
         self._lookahead.note(options, now, both=self._both)
         here, there = self._free
         if chosen.place in (LOCAL, FETCH):
@@ -245,10 +245,10 @@ _MAX_WORKERS = 4096
 
 
 def _correct(free: list[float], now: float, queue_s: float) -> None:
-    """Shift the workers' free times so that the first is ``queue_s`` from now."""
+    """Shift the times at which workers are free, so that the first is free ``queue_s`` from now."""
     least = max(now, min(free))
     for index, at in enumerate(free):
-        # The router missed some work, or work ended early.
+        # The router did not know of some work, or work ended early.
         free[index] = max(at, now + queue_s) if now + queue_s >= least else at - (least - now - queue_s)
 
 

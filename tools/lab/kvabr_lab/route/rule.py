@@ -4,9 +4,9 @@ Remote prefill wins if::
 
     local queue + local prefill  >  remote queue + RTT + max(remote prefill, n b / C) + tail
 
-with sending during the prefill (`kvabr_lab.route.forecast` has the exact terms). ``b`` is bytes per token, ``C`` the
-link's expected rate. Its lower bound decides on deadlines, because a remote prefill cannot be undone. A `Router` adds
-the delay of other requests.
+if groups are sent during the prefill (`kvabr_lab.route.forecast` has the exact terms). ``b`` is bytes per token, ``C``
+the link's expected rate. Deadlines are checked with the rate's lower bound, because a remote prefill cannot be undone.
+A `Router` adds the delay of other requests.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Route:
     place: Place
     ttft_s: float
     met: bool | None
-    """Whether the deadline is met at the link's lower bound; None without a deadline."""
+    """True if the deadline is met at the link's lower bound; None without a deadline."""
     reason: str
     options: tuple[Forecast, ...]
-    """Of all places; the first is local prefill."""
+    """Forecasts of all places; the first is local prefill."""
 
     @property
     def chosen(self) -> Forecast:
-        """Forecast of the place; for `BOTH` with the number of tokens computed here."""
+        """Forecast of the chosen place; for `BOTH` it has the number of tokens to compute here."""
         return next(one for one in self.options if one.place == self.place)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, with None for infinity."""
+        """Return plain JSON values; infinity becomes None."""
         return {
             "place": self.place,
             "front_tokens": self.chosen.front_tokens,
@@ -94,18 +94,18 @@ def decide(
 ) -> Route:
     """Decide where to prefill a prompt.
 
-    Among places that meet the deadline at the lower bound, the lowest total time of all requests wins. If none does,
-    the soonest one at the lower bound is chosen, and the reason reports it.
+    Of the places that meet the deadline at the lower bound, the one with the lowest total time of all requests is
+    chosen. If none meets it, the fastest place at the lower bound is chosen, and the reason says so.
 
     Args:
         tokens: Length of the prompt.
         local: The decode node's own site.
         remote: The other site.
         link: The link between them.
-        cache: Size on the link.
-        deadline_s: For the first token.
-        margin_s: Minimum advantage of a place over the local one.
-        both: Whether the local engine can compute the start of a prompt that arrives from its end.
+        cache: Size of the cache on the link.
+        deadline_s: Deadline of the first token, seconds.
+        margin_s: Minimum advantage of a place over the local site, seconds.
+        both: True if the local engine can compute the start of a prompt that arrives from its end.
 
     Raises:
         UsageError: An argument is out of range.

@@ -1,4 +1,4 @@
-"""`kvabr bench blend`: what prompts lose that are joined from passages, and what recomputing some tokens restores."""
+"""`kvabr bench blend`: the loss of prompts joined from passages, and how much recomputing some tokens reduces it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     prompts: list[FusedPrompt] = []
     for kind in args.kinds:
         prompts += make_prompts(loaded, texts, kind, count, size=args.passage_tokens, seed=args.seed)
-    # In turn, so that an interrupted run has some of each kind.
+    # Alternate, so that an interrupted run has some prompts of each kind.
     prompts.sort(key=lambda prompt: prompt.index)
     plan = blend.recipes(selectors, shares, tracks)
     store = CacheStore(args.work, engine.spec)

@@ -1,4 +1,4 @@
-"""`kvabr bench codec`: the speed of every codec stage by stage, on one core and on all, compared with LMCache."""
+"""`kvabr bench codec`: the speed of every codec by stage, on one core and on all cores, compared with LMCache."""
 
 from __future__ import annotations
 

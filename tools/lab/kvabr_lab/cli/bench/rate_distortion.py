@@ -1,4 +1,4 @@
-"""`kvabr bench rd`: rate against quality on the real model, for kvabr's tracks and their peers."""
+"""`kvabr bench rd`: rate against quality on a real model, for kvabr's tracks and other codecs."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     calibration = _check(args)
     texts = _texts(args)
     console = Console(stderr=True)
-    # Caches of all tokens in all layers: the model masks what a window does not show.
+    # Compute caches of all tokens in all layers; the model masks tokens outside of windows.
     loaded = load(args.model, console, whole_windows=True)
     spec = loaded.engine.spec
     if len(spec.classes) > 1 or spec.only.halves == 1:
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> CalibrationPlan | None:
-    """Return what to calibrate; raise UsageError on arguments out of range, before the model is loaded."""
+    """Return the calibration to run, if any; raise UsageError for arguments out of range before the model is loaded."""
     if args.contexts < 1 or args.tokens < 1 or args.continuation < 2:
         raise UsageError("--contexts and --tokens must be at least 1, and --continuation at least 2")
     if args.retrieval is not None and args.retrieval < 0:

@@ -1,4 +1,4 @@
-"""`kvabr bench quality`: what every track costs the real model, text by text."""
+"""`kvabr bench quality`: the loss of every track on a real model, by text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ shipped profile was calibrated on Python's manual among others, and on neither s
 
 
 _NOISE = 1e-4
-"""Nats per token."""
+"""Losses below this are noise, nats per token."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +110,7 @@ def _ratios(catalogs: list[Catalog]) -> list[dict[str, Any]]:
     from kvabr.cli.display import mix_rows
 
     rows = [row for catalog in catalogs for row in mix_rows(catalog) if row["ratio"]]
-    # The ratio of two values in the noise is meaningless.
+    # Drop rows in which both values are noise, since their ratio is meaningless.
     return [row for row in rows if max(row["predicted"], row["measured"]) >= _NOISE]
 
 
