@@ -67,5 +67,5 @@ class CacheFirst(Policy):
         while self._wanted:
             group, track = self._wanted.popleft()
             if group in view.missing_groups:
-                return Decision("fetch", "it is in the local store", group, track, local=True)
+                return Decision("fetch", "the group is in the local store", group, track, local=True)
         return self._inner.decide(view)
