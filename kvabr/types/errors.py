@@ -174,7 +174,8 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
             break
         if isinstance(seen, OSError) and seen.errno in _DESCRIPTORS:
             return ExhaustedError(
-                f"no file descriptors are left ({seen.strerror}): close what is open, or raise the limit (ulimit -n)"
+                f"no file descriptors are left ({seen.strerror}): close some files or connections, or raise the limit "
+                "(ulimit -n)"
             )
         if isinstance(seen, RuntimeError) and _NO_THREAD in str(seen):
             return ExhaustedError(

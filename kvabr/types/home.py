@@ -31,8 +31,8 @@ class HomeProcess:
         if not self.here:
             made_in, used_in = self._made_in, os.getpid()
             raise ForkedError(
-                f"{self._what} was made in process {made_in} and is used in its forked child {used_in}, which has none "
-                "of its threads: make another one in the child, or start the child with "
+                f"{self._what} was created in process {made_in} and is used in its forked child {used_in}, which does "
+                "not have its threads: create another one in the child, or start the child with "
                 'multiprocessing.get_context("spawn")',
                 made_in=made_in,
                 used_in=used_in,
