@@ -131,13 +131,14 @@ def new_session(
         mode = "suffix"
         if player.computes:
             raise UsageError(
-                f"policy {policy} needs an engine that computes from the front, and this one cannot; name another"
+                f"policy {policy} needs an engine that computes from the front, but this one does not; choose another "
+                "policy"
             )
     if cached_groups is not None:
         player = cache_first(player, catalog, cached_groups)
     upgrades = isinstance(goal, UpgradeGoal)
     if expected_s is not None and upgrades:
-        raise UsageError("upgrades need a complete cache; this one is still being prefilled")
+        raise UsageError("upgrades need a complete cache, but this one is still being prefilled")
     if expected_s is not None and len(expected_s) != catalog.groups:
         raise UsageError(f"expected_s must have a time for each of {catalog.groups} groups, got {len(expected_s)}")
     return Session(

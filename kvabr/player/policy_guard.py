@@ -93,7 +93,7 @@ class PolicyGuard(PolicyCalls):
         if kind == "wait":
             return None
         if kind == "deliver":
-            return None if view.arrived else "cannot deliver: groups are missing that have not arrived"
+            return None if view.arrived else "cannot deliver: some groups are still missing"
         if kind == "finish":
             return f"cannot finish: {len(view.missing)} groups are missing" if view.missing else None
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:

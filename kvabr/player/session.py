@@ -122,7 +122,7 @@ class Session:
     ) -> None:
         """See `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
-            raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
+            raise UsageError(f"the deadline must be a positive number of seconds, got {deadline_s}")
         self.config = config = config or PlayerConfig()
         self.retries = RetryTracker(ladder, config.attempts)
         self.view = View(
@@ -559,7 +559,7 @@ class Session:
             self.events.decision(decision, now)
             if kind == "deliver":
                 for transfer in list(self.view.in_flight.values()):
-                    self.cancel(transfer, "it is not worth the wait", now)
+                    self.cancel(transfer, "not worth the wait", now)
                 self.content = not self.view.missing
         elif kind == "recompute" and group is not None:
             self.events.decision(decision, now)
@@ -651,7 +651,7 @@ class Session:
             changed, found = queue.replan(now, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
-                reason = "the network should bring the rest in time" if found is None else found.reason
+                reason = "the network should deliver the rest in time" if found is None else found.reason
                 self.events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
                 self.groups.restage(changed)
         # After the producer stops, its unpublished groups will never arrive.

@@ -157,7 +157,7 @@ class Sources:
                         yield transfer, why
             elif not silent:
                 for late in self._late(source):
-                    yield late, "another source brings it sooner"
+                    yield late, "another source delivers it sooner"
         yield from self._probes(now)
 
     def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
@@ -172,7 +172,7 @@ class Sources:
                 self._leave_alone(source, now)
                 # The policy might not request a cancelled upgrade again.
                 last = max(waiting, key=lambda one: (not one.upgrade, one.priority, one.request))
-                yield last, "a silent source is tried again"
+                yield last, "retrying a silent source"
 
     def _may_try(self, source: int, one: Transfer, now: float) -> bool:
         if one.local or not self._has(source, one.track) or (source, one.group, one.track) in self._refused:

@@ -76,7 +76,10 @@ class ThroughputSampler:
         with self._requesting():
             rate, lower, ttfb = estimator.rate(), estimator.lower_bound(), estimator.ttfb()
         if not all(isinstance(value, int | float) and 0.0 <= value < math.inf for value in (rate, lower, ttfb)):
-            what = f"estimates rate {rate!r}, lower bound {lower!r}, first byte {ttfb!r}; finite numbers from 0"
+            what = (
+                f"must return finite numbers of 0 or more, got rate {rate!r}, lower bound {lower!r}, first byte "
+                f"{ttfb!r}"
+            )
             raise self._fault(what)
         self._known = rate, min(rate, lower), ttfb
         return self._known
