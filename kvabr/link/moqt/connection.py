@@ -103,7 +103,7 @@ class MoqtConnection(Endpoint, PeerConnection):
     def carry(self, transfer: GroupTransfer) -> None:
         namespace = transfer.request.namespace
         if (size := namespace.full_name_bytes(transfer.request.track)) > MAX_FULL_TRACK_NAME:
-            why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
+            why = f"full track name of {size} bytes, more than the {MAX_FULL_TRACK_NAME} allowed"
             transfer.fail(RequestError(why))
         elif self._lost is not None:
             self._lose(transfer, self._lost)
