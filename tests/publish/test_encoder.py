@@ -145,7 +145,7 @@ def test_which_tracks():
     assert len(ordered_tracks(None)) >= 7
     with pytest.raises(FormatError, match="no codec for track 'Int2'"):
         ordered_tracks(["Int2"])
-    with pytest.raises(UsageError, match="once each"):
+    with pytest.raises(UsageError, match="only once"):
         ordered_tracks(["Int4", "Int4"])
     with pytest.raises(UsageError, match="at least one"):
         ordered_tracks([])

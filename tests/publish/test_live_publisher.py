@@ -395,7 +395,7 @@ def test_tracks_at_the_edge_that_cannot_be(tmp_path):
     side = kvdata.profile(SPEC)
     with pytest.raises(UsageError, match="refines AC-L0"):
         LivePublisher(publisher(tmp_path, profile=side), edge=["AC-L1"])
-    with pytest.raises(UsageError, match="not a track of the publisher"):
+    with pytest.raises(UsageError, match="is not published"):
         LivePublisher(publisher(tmp_path), edge=["BF16"])
 
 

@@ -40,7 +40,7 @@ LOSSES = FusionLosses(SPEC, 3, ((0.0, 0.02),), "on paper")
 
 
 class Model:
-    """A toy model that sees 400 tokens, and its tokenizer."""
+    """A toy model that is 400 tokens, and its tokenizer."""
 
     def __init__(self, opening=()):
         self.opening = opening
@@ -111,8 +111,8 @@ def test_with_a_profile_its_layers_come_along(tmp_path):
     [
         (UsageError, "at least one token", {"tokens": []}),
         (UsageError, "whole numbers", {"tokens": ["x"]}),
-        (UsageError, "sees 400", {"tokens": list(range(390))}),
-        (UsageError, "the mean over 3 contexts, this passage is computed as the mean over 4", {"fusion": LOSSES}),
+        (UsageError, "is 400", {"tokens": list(range(390))}),
+        (UsageError, "the mean over 3 contexts, but this passage is computed as the mean over 4", {"fusion": LOSSES}),
         (UsageError, "computed as alone", {"fusion": LOSSES, "contexts": 0}),
         (ForeignError, "calibrate --blend", {"fusion": replace(LOSSES, spec=SPEC.changed(heads=1)), "contexts": 3}),
     ],
