@@ -120,7 +120,7 @@ class MachineFile(Generic[V]):
                 return {}
             return self.loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
         except (FormatError, OSError) as error:
-            self.warn(f"{self.path}: {error}; it is ignored, and will be written anew")
+            self.warn(f"{self.path}: {error}; the file is ignored, and will be replaced")
             return {}
 
     def _set(self, key: str, value: V) -> None:

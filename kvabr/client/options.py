@@ -60,7 +60,7 @@ class PlayOptions(PlayChoices):
     def __post_init__(self) -> None:
         PlayChoices.__post_init__(self)
         if self.selector != DEFAULT_SELECTOR and "exact" in load_selector(self.selector)().needs:
-            raise UsageError(f"selector {self.selector} needs the exact cache, which no play has: it is for benches")
+            raise UsageError(f"selector {self.selector} needs the exact cache, so it works only in benchmarks")
 
     def note(self, event: PlayEvent) -> None:
         """Log an event from outside the session."""
@@ -93,7 +93,7 @@ class Limits:
 def check_deadline(deadline_s: float) -> None:
     """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
     if not 0 < deadline_s < math.inf:
-        raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
+        raise UsageError(f"the deadline must be a positive number of seconds, got {deadline_s:g}")
 
 
 def warn_not_stored(metrics: ClientMetrics, what: str, why: str) -> None:
@@ -109,18 +109,18 @@ def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
     """
     if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
         raise UsageError(
-            f"a prompt is a sequence of token ids, not {type(tokens).__name__}; tokenize text first, and take `tokens` "
-            "of a file with them"
+            f"a prompt must be a sequence of token ids, got {type(tokens).__name__}; tokenize text first, or give the "
+            "`tokens` of a loaded file"
         )
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise UsageError(f"a prompt has one dimension; this one has the shape {tuple(shape)}")
+        raise UsageError(f"a prompt must have one dimension, got the shape {tuple(shape)}")
     if not len(tokens):
-        raise UsageError("a prompt has at least one token; this one is empty")
+        raise UsageError("a prompt must have at least 1 token, got 0")
     if engine is not None and isinstance(tokens, MediaTokens):
         raise UsageError(
-            "an engine computes from token ids alone, and some of these stand for media: play them with "
-            "PlayOptions(recompute=False), and have the model compute the rest"
+            "an engine computes from token ids alone, but some of these stand for media: play with "
+            "PlayOptions(recompute=False), and let the model compute the rest"
         )
 
 

@@ -187,7 +187,7 @@ def _shapes(listed: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
     specs = [spec for spec in listed if model in (None, spec.model)]
     names = sorted({spec.model for spec in specs})
     if len(names) > 1:
-        raise UsageError(f"the origin has caches of several models: choose one with model=..., of {', '.join(names)}")
+        raise UsageError(f"the origin has caches of several models: give model=..., one of {', '.join(names)}")
     if len(specs) > _MAX_SHAPES:
         raise UsageError(
             f"the origin has caches of {names[0]} in {len(specs)} shapes: give the spec of one, model=KVSpec(...)"

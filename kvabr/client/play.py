@@ -100,7 +100,8 @@ async def _run(
     options, ladder, connection, lookup_s = call.options, prepared.ladder, call.connection, call.clock.now()
     if options.device is not None and options.out is None and not coded:
         raise UsageError(
-            f"PlayOptions.device ({options.device}) is for what is expanded later; give `out` to play into a GPU"
+            f"PlayOptions.device ({options.device}) is only for a prefix that is expanded later; to play into a GPU, "
+            "give `out`"
         )
     warmed = _ready_device(call, prepared.profile)
     catalog = ladder.catalog

@@ -247,9 +247,9 @@ async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, unc
 
 async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
     if catalog.profile is None:
-        return None, "it has none"
+        return None, "the asset has none"
     if not call.memory.profiles.has(catalog) and not pays(catalog):
-        return None, "fetching it does not pay"
+        return None, "fetching it does not pay off"
     try:
         async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
             return await call.memory.profiles.fetch(call.connection, catalog), ""

@@ -106,7 +106,7 @@ def _known(sha256: str) -> Profile | None:
 def _name(catalog: Catalog) -> TrackNamespace:
     """Return the profile's namespace, checking its digest before it names a file."""
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:
-        raise FormatError(f"catalog: a profile of {catalog.profile_bytes} bytes, not 1 to {MAX_PROFILE_BYTES}")
+        raise FormatError(f"catalog: a profile must have 1 to {MAX_PROFILE_BYTES} bytes, got {catalog.profile_bytes}")
     return TrackNamespace(catalog.spec.model, catalog.profile)
 
 

@@ -89,7 +89,7 @@ class Admission:
             await asyncio.wait([turn], timeout=_WAIT_SHARE * deadline_s)
             waited_s = loop.time() - start_s
             if not turn.done():
-                raise self._refusal("late", f"no turn within {waited_s:.3g} of its {deadline_s:g} s")
+                raise self._refusal("late", f"it waited {waited_s:.3g} s of its deadline of {deadline_s:g} s")
             if not turn.result():
                 raise self._refusal("closed", "the client is closing")
         except asyncio.CancelledError:
@@ -104,7 +104,7 @@ class Admission:
     def _refusal(self, why: str, what: str) -> BusyError:
         self._metrics.refused_total.labels(why).inc()
         remedy = "compute this prompt instead, or try later"
-        return BusyError(f"{what}; a client runs {self._max_plays} at once: {remedy}")
+        return BusyError(f"{what}; a client runs {self._max_plays} plays at once: {remedy}")
 
     def _count(self, by: int) -> None:
         self._playing += by
@@ -275,7 +275,7 @@ class PlayRunner:
             if not closed.expired():
                 raise
             result = "aborted"
-            raise PlayError("the client was closed before the cache was there") from error
+            raise PlayError("the client was closed before the cache was in place") from error
         finally:
             if result:
                 self._metrics.plays_total.labels("hint" if hint else result).inc()

@@ -143,7 +143,7 @@ history_at = once(PeerHistory)
 def _record(plain: Any) -> PeerRecord:
     record = PeerRecord(**plain)
     if not record.sound():
-        raise FormatError("one of its records is implausible")
+        raise FormatError("a record is implausible")
     return record
 
 
@@ -245,7 +245,9 @@ class LinkShare(Estimator):
         try:
             self._inner.prime(prior)
         except Exception as error:
-            raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
+            raise PolicyError(
+                f"estimator {type(self._inner).__name__} raised {error!r} when given the link's history"
+            ) from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         self.sampled, self._active_at = True, self._link.clock()
