@@ -197,7 +197,7 @@ def _tail_lines(catalog: Catalog) -> list[str]:
 
 def _passage_lines(notes: PassageNotes) -> list[str]:
     contexts = f" over {counted(notes.contexts, 'context')}" if notes.contexts else ""
-    lines = [f"a passage, playable anywhere in a prompt; its cache is of the kind: {notes.base}{contexts}"]
+    lines = [f"a passage, playable anywhere in a prompt; its cache was computed: {notes.base}{contexts}"]
     if not notes.fusion:
         lines.append(
             "the loss of joining this passage was not measured: players recompute it, unless their max_loss is infinite"

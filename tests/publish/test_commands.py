@@ -243,7 +243,7 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     capsys.readouterr()
     assert kvabr(*words, "--model", model, "--contexts", 2, "--out", tmp_path / "p") == 2
     said = capsys.readouterr().err
-    assert "the mean over 4 contexts, this passage is computed as the mean over 2 contexts" in said
+    assert "the mean over 4 contexts, but this passage is computed as the mean over 2 contexts" in said
     other = tinymodels.save(tmp_path / "other", num_hidden_layers=3)
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err

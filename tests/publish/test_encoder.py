@@ -217,5 +217,5 @@ async def test_an_asset_is_encoded_served_played_and_verified(tmp_path, group_to
 
 
 def test_a_group_has_at_least_one_token():
-    with pytest.raises(FormatError, match="group_tokens is 0"):
+    with pytest.raises(FormatError, match="group_tokens must be"):
         publish(ToyModel(), prompt(), ("FP16",), None, MemoryFrames(), group_tokens=0)

@@ -109,7 +109,7 @@ def test_with_a_profile_its_layers_come_along(tmp_path):
 @pytest.mark.parametrize(
     ("error", "words", "more"),
     [
-        (UsageError, "at least one token", {"tokens": []}),
+        (UsageError, "at least 1 token", {"tokens": []}),
         (UsageError, "whole numbers", {"tokens": ["x"]}),
         (UsageError, "is 400", {"tokens": list(range(390))}),
         (UsageError, "the mean over 3 contexts, but this passage is computed as the mean over 4", {"fusion": LOSSES}),
@@ -168,7 +168,7 @@ def test_the_group_size_does_not_matter_and_the_model_does():
     ],
 )
 def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):
-    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, this passage is computed as {said}"):
+    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, but this passage is computed as {said}"):
         FOUND.notes(FUSED, base, contexts)
 
 

@@ -122,7 +122,7 @@ PANELS = (
     Axis("Loss of the continuation", "kl", "mean KL to the exact cache, nats per token", 1e-5, "kl_ci95"),
     Axis("Most likely token changed", "top1", "share of tokens", 1e-3, sign=-1.0, offset=1.0),
     Axis("Planted codes: surprise", "logprob", "nats per digit", 1e-3, "logprob_ci95", sign=-1.0),
-    Axis("Planted codes: not said whole", "whole", "share of cases", 1e-2, sign=-1.0, offset=1.0),
+    Axis("Planted codes: not reproduced in full", "whole", "share of cases", 1e-2, sign=-1.0, offset=1.0),
 )
 
 
