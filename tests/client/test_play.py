@@ -115,7 +115,7 @@ async def test_arguments_that_make_no_sense(origin):
         ):
             with pytest.raises(UsageError, match=error):
                 await play(link, TOKENS, **({"deadline": 1.0, "spec": SPEC} | options))
-        with pytest.raises(UsageError, match="at least one token"):
+        with pytest.raises(UsageError, match="at least 1 token"):
             await play(link, [], deadline=1.0, spec=SPEC)
         for wrong in ({"tokens": [1]}, None, "abc", b"ab", {1}, iter([1]), 5, torch.ones(2, 3, dtype=torch.int32)):
             with pytest.raises(UsageError, match=r"sequence of token ids|one dimension"):
