@@ -92,7 +92,7 @@ def test_which_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("KVABR_CONFIG", "")
     assert parse(["replay"]).deadline == 2.0
     monkeypatch.setenv("KVABR_CONFIG", str(tmp_path / "none.toml"))
-    with pytest.raises(UsageError, match=r"none\.toml: there is no such file"):
+    with pytest.raises(UsageError, match=r"none\.toml: no such file"):
         parse(["replay"])
 
 

@@ -8,6 +8,6 @@ _root = Path(__file__).resolve().parent.parent
 if find_spec("kvabr") is None or find_spec("numpy") is None:
     name = Path(sys.argv[0]).name
     sys.exit(
-        f"{name}: kvabr is not installed for {sys.executable}; make its environment with tools/setup-venv, and run "
+        f"{name}: kvabr is not installed for {sys.executable}; create its environment with tools/setup-venv, and run "
         f".venv/bin/python tools/{name} in {_root}"
     )

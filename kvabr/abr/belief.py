@@ -72,7 +72,9 @@ class Belief(NamedTuple):
         weights = weights or (1.0,) * len(rates)
         sound = all(isinstance(each, int | float) and 0.0 < each < math.inf for each in (*rates, *weights))
         if not rates or len(rates) != len(weights) or not sound:
-            raise PolicyError(f"a belief needs positive finite rates and a weight for each, not {rates} and {weights}")
+            raise PolicyError(
+                f"a belief needs positive, finite rates and one weight for each, got {rates} and {weights}"
+            )
         total = sum(weights)
         return Belief(tuple(rates), tuple(weight / total for weight in weights))
 

@@ -225,11 +225,11 @@ class ComputePlanner:
 
     def _why(self) -> str:
         if (here := self.division) is None:
-            return "is sooner"
+            return "is faster"
         taken = "with" if self._suffix else "beside"
         return (
-            f"takes {here.engine_s:.2g} s {taken} {here.network_s:.2g} s of the network; to play all would take "
-            f"{here.play_s:.2g} s, to compute all {here.compute_s:.2g} s"
+            f"takes {here.engine_s:.2g} s {taken} {here.network_s:.2g} s of fetching; fetching everything would take "
+            f"{here.play_s:.2g} s, computing everything {here.compute_s:.2g} s"
         )
 
     def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
@@ -310,7 +310,7 @@ class ComputePlanner:
             return None  # the player already left it to the engine
         if (last := self._last(view, first, stop)) is None:
             return None
-        return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why()}", last=last)
+        return Decision.recompute(first, f"computing up to group {stop - 1} {self._why()}", last=last)
 
     def _last(self, view: View, first: int, stop: int) -> int | None:
         last = stop
@@ -362,5 +362,5 @@ class ComputePlanner:
                 return None
             # Groups that are decoded at the end stay in the backlog.
             if view.undecoded or (view.decode_backlog_s > 0 and not view.decodes_last):
-                return Decision.wait("what has arrived is decoded first, and then the play is cut")
-        return Decision.recompute(cut, f"to compute from group {cut} on {self._why()}")
+                return Decision.wait("the play is cut once the received groups are decoded")
+        return Decision.recompute(cut, f"computing from group {cut} on {self._why()}")

@@ -134,11 +134,11 @@ def load_plugin(text: str, base: type[T], named: Mapping[str, type[T]], kind: st
         return _construct(cls, text, argument)
     values = parse(argument)
     if unknown := sorted(set(values) - set(known)):
-        raise PolicyError(f"{text}: no parameter {', '.join(unknown)}; there are {', '.join(known)}")
+        raise PolicyError(f"{text}: unknown parameter {', '.join(unknown)}; choose from {', '.join(known)}")
     for name, value in values.items():
         low, high = known[name].low, known[name].high
         if not low <= value <= high:
-            raise PolicyError(f"{text}: {name} is {value:g}; it must be from {low:g} to {high:g}")
+            raise PolicyError(f"{text}: {name} must be from {low:g} to {high:g}, got {value:g}")
     return _construct(cls, text, **values)
 
 
@@ -151,7 +151,7 @@ def _find(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, com
     if head not in named:
         more = "; the laboratory adds more" if base is Policy else ""
         raise UnknownPolicyError(
-            f"unknown {kind} {text!r}{did_you_mean(head, named)}; there are {', '.join(sorted(named))}, "
+            f"unknown {kind} {text!r}{did_you_mean(head, named)}; choose from {', '.join(sorted(named))}, "
             f"or give FILE.py:CLASS (`kvabr {command}` lists them{more})"
         )
     return named[head], argument
@@ -173,7 +173,7 @@ def _construct(cls: type[T], text: str, *arguments: str, **values: float) -> Cal
 
 def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
     if not path.is_file():
-        raise UnknownPolicyError(f"{path}: no such file (wanted for {kind} {path}:{name})")
+        raise UnknownPolicyError(f"{path}: no such file (given as {kind} {path}:{name})")
     module = _import(path)
     found = {
         value.__name__: value
@@ -185,7 +185,7 @@ def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
     if name not in found:
         names = ", ".join(found) or "none"
         raise PolicyError(
-            f"{path}: no {kind} class {name!r} in it (found: {names}); it must derive from {_public(base)}"
+            f"{path}: contains no {kind} class {name!r} (found: {names}); the class must derive from {_public(base)}"
         )
     if missing := ", ".join(sorted(getattr(found[name], "__abstractmethods__", ()))):
         raise PolicyError(f"{path}:{name} must define {missing}")

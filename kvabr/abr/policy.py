@@ -250,7 +250,7 @@ def parse(text: str) -> dict[str, float]:
         except ValueError:
             number = math.nan
         if not equals or not name.strip().isidentifier() or not math.isfinite(number) or name.strip() in found:
-            raise PolicyError(f"parameters {text!r}: {part!r} is not name=number; write name=0.5,other=2")
+            raise PolicyError(f"parameters {text!r}: {part!r} must be NAME=NUMBER, as in name=0.5,other=2")
         found[name.strip()] = number
     return found
 
@@ -263,12 +263,12 @@ def spell(policy: str, values: Mapping[str, float]) -> str:
 def _checked(title: str, name: Any, value: Any) -> Parameter:
     is_name = isinstance(name, str) and name.isidentifier()
     if not is_name or not isinstance(value, tuple) or len(value) not in {3, 4}:
-        raise PolicyError(f"policy {title}: parameter {name!r} is {value!r}; give (low, high, default[, log])")
+        raise PolicyError(f"policy {title}: parameter {name!r} must be (low, high, default[, log]), got {value!r}")
     parameter = Parameter(*value)
     numbers = (parameter.low, parameter.default, parameter.high)
     finite = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
     if not finite or sorted(numbers) != [*numbers] or parameter.low == parameter.high:
         raise PolicyError(f"policy {title}: parameter {name} must have low <= default <= high and low < high")
     if parameter.log and parameter.low <= 0:
-        raise PolicyError(f"policy {title}: parameter {name} is logarithmic, so its low must be above 0")
+        raise PolicyError(f"policy {title}: parameter {name} is logarithmic, so low must be more than 0")
     return parameter

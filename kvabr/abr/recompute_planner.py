@@ -131,7 +131,7 @@ class Rest:
                 return None  # a call would make the play late; the link may still deliver everything in time
             # A run cannot fill several holes: take the first hole and plan again.
             last = self._absent.gap(absent[0])
-            return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
+            return Plan(absent[0], last, "no data arrives; the missing groups are recomputed")
         if mode == "suffix":
             best = _soonest(self._tails(absent, sums), deadline_s)
             other_s = view.decode_backlog_s
@@ -149,7 +149,7 @@ class Rest:
         if best is None or best.finish >= self._eta_s or (not dead and best.finish > deadline_s and on_time):
             return None
         late = "never arrives" if self._eta_s == float("inf") else f"arrives {self._eta_s - deadline_s:.2f} s late"
-        reason = f"at the lower bound the rest {late}; with recompute it is in place at {best.finish:.2f} s"
+        reason = f"at the lower bound of the rate the rest {late}; with recompute it is in place at {best.finish:.2f} s"
         return Plan(best.first, best.last, reason)
 
 

@@ -111,7 +111,7 @@ def tail_offers(
     """
     for what, tokens in (("the question", following), ("the tail", limit)):
         if not 0 <= tokens <= MAX_TAIL:
-            raise UsageError(f"{what} has {tokens:,} tokens; give 0 to {MAX_TAIL:,}")
+            raise UsageError(f"{what} must have 0 to {MAX_TAIL:,} tokens, got {tokens:,}")
     groups, with_tail = (
         len(catalog.chunks),
         partial(joined_with_tail if catalog.sources else Catalog.with_tail, catalog),

@@ -78,9 +78,11 @@ def choose(prompt: Selection, scores: torch.Tensor, share: float) -> tuple[int, 
     if not 0 <= share <= 1:
         raise UsageError(f"share of tokens to recompute must be 0 to 1, got {share:g}")
     if not isinstance(scores, torch.Tensor):
-        raise PolicyError(f"a selector returned {type(scores).__name__}, not a tensor of {prompt.tokens} scores")
+        raise PolicyError(f"a selector must return a tensor of {prompt.tokens} scores, got {type(scores).__name__}")
     if tuple(scores.shape) != (prompt.tokens,) or bool(torch.isnan(scores).any()):
-        raise PolicyError(f"a selector returned {tuple(scores.shape)} scores, or NaN, for {prompt.tokens} tokens")
+        raise PolicyError(
+            f"a selector must return {prompt.tokens} scores without NaN, got the shape {tuple(scores.shape)}"
+        )
     inside = torch.tensor([at for first, end in prompt.passages for at in range(first, end)], dtype=torch.long)
     # A share is a decimal number: 0.15 of 1,280 must not become 193 because its nearest double is above it.
     count = math.ceil(round(share * len(inside), 6))

@@ -73,26 +73,27 @@ class CalibrateCommand:
     """Hold the whole model in memory, or one layer at a time (default: auto, layers if the weights take more than half
     of the memory)."""
     text: Annotated[tuple[Path, ...], Shown("--text FILE")] = ()
-    """Texts, as diverse as possible (default: half of Python's manual, and made-up records)."""
+    """Texts to calibrate on, as diverse as possible (default: half of Python's manual, and made-up records)."""
     out: Annotated[Path, Shown("-o --out FILE", written=True)]
-    """The profile to write."""
+    """Profile to write."""
     contexts: Annotated[int | None, Shown("--contexts N")] = None
     """Contexts to cut from the texts (default: 24)."""
     context_tokens: Annotated[int | None, Shown("--context-tokens N")] = None
     """Tokens per context (default: 1024, or the model's whole context if that is shorter)."""
     kept: Annotated[tuple[int, int] | None, Ge(0), Shown("--kept K V")] = None
-    """Components of each layer's keys and values in the transform across layers, per 512 channels; 0 0 transforms each
-    layer alone (default: 76 76)."""
+    """Components that the transform across layers keeps of each layer's keys (K) and values (V), per 512 channels; 0 0
+    transforms each layer alone (default: 76 76).
+    """
     step_scale: Annotated[float, Ge(0.01), Le(100), Shown("--step-scale X")] = 1.0
     """Scale every quantiser step."""
     target_kl: Annotated[float | None, Shown("--target-kl X")] = None
     """Choose the steps of every layer class so that AC-5x loses at most X nats per token, measured on a sixth of the
     contexts (default: the same steps for every model)."""
     target_track: Annotated[str | None, Shown("--target-track TRACK", choices=AC_TRACKS)] = None
-    """The track that --target-kl is for, a layer with those below it: AC-L0, AC-L1, AC-L2, AC-L3 or AC-5x (default:
+    """Track that must meet --target-kl, with the layers that it refines: AC-L0, AC-L1, AC-L2, AC-L3 or AC-5x (default:
     AC-5x)."""
     gain: Annotated[bool, Shown()] = False
-    """Scale decoded values of AC-L0 for the least loss, measured on a sixth of the contexts."""
+    """Scale decoded values of AC-L0 to minimise the loss, measured on a sixth of the contexts."""
     blend: Annotated[bool, Shown()] = False
     """Measure the loss of joining passages instead, and write it as JSON."""
     base: Annotated[Literal["mean", "behind", "alone"] | None, Shown(needs="blend")] = None
@@ -149,8 +150,8 @@ def run(args: CalibrateCommand) -> int:
     for name, only in zip(spec.names, spec.classes, strict=True):
         if only.rope is None and only.kind != "state":
             print(
-                "no invertible rotary embedding was found (one that depends on the prompt's length is not): keys "
-                f"{'' if len(spec.classes) == 1 else f'of {name} '}are coded without undoing it"
+                "no invertible rotary embedding was found (an embedding that depends on the prompt's length is not "
+                f"invertible): keys {'' if len(spec.classes) == 1 else f'of {name} '}are coded with their rotation"
             )
     return 0
 
@@ -191,7 +192,7 @@ def target_of(kl: float | None, track: str | None) -> Target | None:
 
     if kl is None:
         if track is not None:
-            raise UsageError("--target-track needs --target-kl, the loss that this track may have")
+            raise UsageError("--target-track needs --target-kl, the maximum loss of this track")
         return None
     if not 1e-6 <= kl <= 1:
         raise UsageError("--target-kl must be from 0.000001 to 1 nats per token")

@@ -26,8 +26,8 @@ COMMANDS = {
     "inspect": ("inspect:add", "show the tracks of an asset"),
     "calibrate": ("calibrate:add", "make the codec profile of a model"),
     "serve": ("serve:add", "publish assets over the network"),
-    "relay": ("relay:add", "cache an origin's assets for the players near by"),
-    "player": ("player:add", "play for the serving engines of this node, in a process of its own"),
+    "relay": ("relay:add", "cache an origin's assets for players nearby"),
+    "player": ("player:add", "play for the serving engines of this node, in a separate process"),
     "fetch": ("fetch:add", "play a cache from an origin"),
     "replay": ("replay:add", "play an asset over network traces"),
     "policies": ("listings:add_policies", "list the ABR policies"),
@@ -40,8 +40,8 @@ COMMANDS = {
 """kvabr's own commands: module and function that declare each, and its one-line help."""
 
 LAB = {
-    "lab": "play a matrix of policies, traces and conditions, and compare",
-    "report": "make one page of the results of `kvabr lab`",
+    "lab": "compare policies over a matrix of traces and conditions",
+    "report": "write a page with the results of `kvabr lab`",
     "tune": "tune a policy's parameters, with cross-validation",
     "bench": "measure codecs: quality, rate against distortion, speed",
     "traces": "inspect, import or synthesise network traces",
@@ -117,7 +117,8 @@ def _entry(name: str, words: str) -> EntryPoint:
         return _entries()[name]
     except KeyError:
         raise UsageError(
-            f"`kvabr {words}` is part of the laboratory, which is not installed: {installing.LAB} ({WHERE})"
+            f"`kvabr {words}` is part of the laboratory, which is not installed; install it with: {installing.LAB} "
+            f"({WHERE})"
         ) from None
 
 

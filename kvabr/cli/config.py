@@ -47,7 +47,7 @@ class Config:
         path = next((place for place in places() if place.is_file()), None)
         if path is None:
             if os.environ.get(VARIABLE):
-                raise UsageError(f"{VARIABLE}={os.environ[VARIABLE]}: there is no such file")
+                raise UsageError(f"{VARIABLE}={os.environ[VARIABLE]}: no such file")
             return None
         import tomllib
 
@@ -59,8 +59,10 @@ class Config:
             raise UsageError(f"{path}: {(error.strerror if isinstance(error, OSError) else None) or error}") from error
         for name, section in sections.items():
             if not exists(name) or not isinstance(section, dict):
-                what = "an option outside a section" if not isinstance(section, dict) else "no command"
-                raise UsageError(f"{path}: {name}: {what}{did_you_mean(name, names())}; sections are commands")
+                what = "options must be in a section" if not isinstance(section, dict) else "unknown command"
+                raise UsageError(
+                    f"{path}: {name}: {what}{did_you_mean(name, names())}; sections are named after commands"
+                )
         return Config(path, sections)
 
     def apply(self, parser: argparse.ArgumentParser, command: str, words: Sequence[str] = ()) -> None:
@@ -90,7 +92,7 @@ class Config:
                 continue
             if key not in options:
                 hint = did_you_mean(key, [*options, *kinds]) or f"; `kvabr {title.replace('.', ' ')} --help` lists them"
-                raise UsageError(f"{self.path}: [{title}] {key}: no such option{hint}")
+                raise UsageError(f"{self.path}: [{title}] {key}: unknown option{hint}")
             action = options[key]
             try:
                 changed[action] = self._value(parser, action, value)
@@ -117,7 +119,7 @@ class Config:
         several = action.nargs in {"+", "*"} or isinstance(action.nargs, int) or repeated
         words = value if isinstance(value, list) and several else [value]
         if isinstance(action.nargs, int) and len(words) != action.nargs:
-            raise argparse.ArgumentTypeError(f"must be a list of {action.nargs}")
+            raise argparse.ArgumentTypeError(f"must be a list of {action.nargs} values")
         if not words:
             raise argparse.ArgumentTypeError("must not be empty")
         for word in words:

@@ -131,7 +131,7 @@ def _verdict(by_policy: dict[str, Runs], deadline_s: float) -> str:
     met = sum(line["met"] for line in mine)
     loss = fmean(line["loss"] for line in mine)
     quality = (
-        "That is too little to notice: at 0.0005 nats, 64 greedy tokens were those of the exact cache."
+        "That is too little to notice: at 0.0005 nats, 64 greedy tokens were the same as with the exact cache."
         if loss < _NOTICEABLE_LOSS
         else "From about 0.001 nats on, greedy texts begin to differ in places; 1 is about as bad as no cache."
     )

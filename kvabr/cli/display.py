@@ -280,7 +280,7 @@ def tail_table(catalog: Catalog) -> Table | None:
         factors = [math.exp(tail.spread) for tail in track.tails if tail.spread]
         rows.append((track.name, f"{track.total_loss:.5f}", *cells, f"{max(factors):.1f}x" if factors else "-"))
     names = ("track", "none", *(f"{length} tokens" for length in lengths), "varies by")
-    return table("loss behind tokens that an engine computes", names, rows, left=("track",)) if lengths else None
+    return table("loss after tokens that an engine computes", names, rows, left=("track",)) if lengths else None
 
 
 def quality_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -48,8 +48,8 @@ class DoctorCommand:
       kvabr doctor
       kvabr doctor moqt://origin.example:4443/ --ca ca.pem
 
-    "missing" is an optional part, with the command that adds it. "failed" does not work, with the remedy; then the exit
-    status is 1.
+    "missing" marks an optional part, with the command that installs it. "failed" marks a fault, with the remedy, and
+    sets the exit status to 1.
     """
 
     url: Annotated[str | None, Shown("URL")] = None
@@ -91,7 +91,7 @@ def _summary(states: list[State]) -> str:
     optional = f"{missing} optional part{'' if missing == 1 else 's'} missing"
     if failed:
         return f"{failed} of {len(states)} checks failed; {optional}."
-    return f"Nothing failed; {optional}." if missing else "Everything is here."
+    return f"Nothing failed; {optional}." if missing else "All checks passed."
 
 
 def _base() -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def _configuration() -> Finding:
         for command in filter(is_here, config.sections):
             config.apply(command_parser(command), command)
     except UsageError as error:
-        return Finding("configuration", "failed", str(error), f"{VARIABLE}= (empty) reads no file")
+        return Finding("configuration", "failed", str(error), f"set {VARIABLE}= (empty) to read no file")
     return Finding("configuration", "ok", str(config.path))
 
 
@@ -157,7 +157,7 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         if torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
             return Finding("GPU", "missing", "torch was built without CUDA", "pip install a build of torch with CUDA")
-        return Finding("GPU", "missing", "none that torch can use; caches are decoded on the processor")
+        return Finding("GPU", "missing", "torch can use no GPU; caches are decoded on the processor")
     name = torch.cuda.get_device_name(0)
     if importlib.util.find_spec("triton") is None:
         return Finding("GPU", "missing", f"{name}, but AC needs Triton to decode there", extra("gpu"))
@@ -205,11 +205,11 @@ def _engines() -> Iterator[Finding]:
             continue  # reported as a package
         if version is None:
             fix = f"pip install '{adapter.package}{adapter.range}'"
-            yield Finding(name, "missing", "not installed; the versions that were tested:", fix)
+            yield Finding(name, "missing", "not installed; tested versions:", fix)
         elif adapter.is_tested(version):
             yield Finding(name, "ok", version)
         else:
-            yield Finding(name, "ok", f"{version}, which was not tested; {adapter.range} was")
+            yield Finding(name, "ok", f"{version} is not tested; tested versions: {adapter.range}")
 
 
 def _package(name: str, fix: str, *, what: str = "", lacking: State = "missing") -> Finding:
@@ -236,7 +236,7 @@ async def _probe(url: str, how: PeerOptions) -> list[Finding]:
                 models = sorted({spec.model for spec in await client.models()})
             except NotFoundError:
                 return [*found, Finding("models", "missing", "the peer does not list its models")]
-            listed = ", ".join(models) or "none that this token opens"
+            listed = ", ".join(models) or "none that this token gives access to"
             return [*found, Finding("models", "ok" if models else "missing", listed)]
     except KvabrError as error:
         refused = "token" in str(error) or "UNAUTHORIZED" in str(error)
@@ -266,7 +266,7 @@ async def _transports(url: str, how: PeerOptions) -> list[Finding]:
                 found.append(Finding(f"over {over}", "ok", f"connected in {1000 * took:.0f} ms{trips}{seen}"))
         except KvabrError as error:
             port = "UDP" if over == "quic" else "TCP (kvabr serve --tcp tls)"
-            found.append(Finding(f"over {over}", "missing", str(error), f"let {port} pass"))
+            found.append(Finding(f"over {over}", "missing", str(error), f"allow {port} through the firewall"))
     return found
 
 

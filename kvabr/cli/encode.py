@@ -81,23 +81,25 @@ class EncodeCommand:
     """Folder to create, or an object store: s3://BUCKET/PREFIX."""
     model: Model = "smollm2"
     continuation: Annotated[int, Ge(2), Shown("--continuation M")] = 128
-    """Tokens on which losses are measured."""
+    """Tokens after the prompt on which losses are measured."""
     group_tokens: Annotated[int | None, Ge(1), Le(MAX_GROUP_TOKENS), Shown("--group-tokens N")] = None
     """Tokens per group (default: 128)."""
     snapshots_every: Annotated[int | None, Shown("--snapshots-every N")] = None
-    """Tokens between snapshots of recurrent states, a multiple of a group's; shorter prompts can share the cache up to
-    each (default: one snapshot, at the end)."""
+    """Tokens between snapshots of recurrent states, a multiple of the group size; shorter prompts can share the cache
+    up to any snapshot (default: one snapshot, at the end).
+    """
     tracks: Annotated[tuple[str, ...] | None, Shown("--tracks TRACK")] = None
     """Tracks to encode (default: all but FP4; with --quick fewer)."""
     profile: Annotated[Path | None, Shown("--profile FILE")] = None
-    """Codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 270M;
-    otherwise estimated from the asset)."""
+    """Codec profile of the model (default: the profile that kvabr ships for SmolLM2-135M or Gemma 3 270M; otherwise
+    estimated from the asset).
+    """
     digest: Digest = SHA256
     salt_file: SaltFile = None
     quick: Annotated[bool, Shown()] = False
     """Measure nothing: estimate losses and decode times from --prior."""
     prior: Annotated[str | None, Shown("--prior ASSET", needs="quick")] = None
-    """With --quick: asset or catalog of the model to take them from (default: one of smollm2)."""
+    """With --quick: asset or catalog with losses and decode times of the model (default: a catalog of smollm2)."""
     force: Annotated[bool, Shown()] = False
     """Replace an existing asset."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
@@ -129,7 +131,7 @@ def run(args: EncodeCommand) -> int:
         FusionLosses.read(args.passages.fusion).check_base("mean", encode_passage.contexts(args.passages))
     passage = args.passages.passage
     if passage and args.snapshots_every is not None:
-        raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
+        raise UsageError("--snapshots-every is not for --passage: a model with recurrent states cannot have passages")
     prior = _prior(args)
     salt = read_salt(args.salt_file)
     store = open_store(args.out)
@@ -138,7 +140,7 @@ def run(args: EncodeCommand) -> int:
     def check_new(digest: str) -> None:
         """Refuse an existing asset before minutes are spent."""
         if not args.force and store.has(digest):
-            raise UsageError(f"{store.location}: has the asset {digest} already; add --force to replace it")
+            raise UsageError(f"{store.location}: asset {digest} already exists; add --force to replace it")
 
     console = Console(stderr=True)
     start = time.perf_counter()
@@ -217,7 +219,7 @@ def _prior(args: EncodeCommand) -> Catalog | None:
     if not args.quick:
         return None
     if args.passages.passage:
-        raise UsageError("--quick measures nothing, but the loss of joining a passage must be measured: drop one")
+        raise UsageError("--quick is not for --passage: the loss of joining a passage must be measured")
     return default_catalog() if args.prior is None else open_catalog(args.prior)[0]
 
 

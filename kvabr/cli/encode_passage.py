@@ -36,18 +36,18 @@ class PassageOptions:
     passage: Annotated[bool, Shown()] = False
     """Publish the text as a passage, see below."""
     contexts: Annotated[int | None, Ge(1), Le(MAX_CONTEXTS), Shown("--contexts N", needs="passage")] = None
-    """Mean of the caches after N contexts (default: 4)."""
+    """Publish the mean of the caches computed after N contexts (default: 4)."""
     fusion: Annotated[Path | None, Shown("--fusion F.json", needs="passage")] = None
-    """The loss of joining for this model, from `kvabr calibrate --blend`."""
+    """Loss of joining passages for this model, from `kvabr calibrate --blend`."""
 
 
 def joining_loss(notes: PassageNotes) -> str:
     """Return the loss of joining a published passage, as a line for users."""
     if not notes.fusion:
-        more = f"--fusion, or a text that goes on for --continuation {_QUESTION + 2} tokens or more"
-        return f"the loss of joining it was not measured, so players compute it: give {more}"
+        more = f"--fusion, or a text that continues for --continuation {_QUESTION + 2} tokens or more"
+        return f"the loss of joining this passage was not measured, so players will recompute it: give {more}"
     losses = ", ".join(f"{loss:.4f} with {share:.0%}" for share, loss in notes.fusion)
-    return f"loss of joining it, nats per token, by the share of its tokens computed again: {losses}"
+    return f"loss of joining this passage, nats per token, by the share of its tokens recomputed: {losses}"
 
 
 def contexts(args: PassageOptions) -> int:
@@ -90,8 +90,8 @@ def compute(
     longest = max(map(len, (neutral, *texts)))
     if longest + len(ids) + len(prompt.continuation) > engine.context:
         raise UsageError(
-            f"a passage of {len(ids)} tokens does not fit {engine.spec.model}, with its context of {engine.context}, "
-            f"after {longest} tokens and before {len(prompt.continuation)}: give fewer --tokens"
+            f"a passage of {len(ids)} tokens does not fit the context of {engine.spec.model} ({engine.context}) after "
+            f"{longest} tokens and before {len(prompt.continuation)}: give fewer --tokens"
         )
     notes = PassageNotes("mean", count)
     if args.fusion is not None:
@@ -120,6 +120,6 @@ def _measured(
     method = (
         f"KL against the full prefill per token, mean over {len(held_out)} other contexts and the "
         f"{len(prompt.continuation) - _QUESTION} tokens after the first {_QUESTION} that follow the passage, which "
-        f"choose the tokens to compute again ({DEFAULT_SELECTOR})"
+        f"choose the tokens to recompute ({DEFAULT_SELECTOR})"
     )
     return replace(notes, order=order, fusion=tuple((share, six(loss)) for share, loss in losses), method=method)

@@ -51,13 +51,13 @@ class FetchCommand:
       kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
 
     Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. kvabr plays
-    the longest prefix of the prompt that the origin has. With --recompute, the engine computes late groups, more if its
-    time is worth it (--gpu-price), and everything if the origin cannot be reached. A cache that is still being
-    prefilled is played as its groups are published. The deadline starts once the connection is up.
+    the longest prefix of the prompt that the origin has. With --recompute, the engine computes late groups, further
+    groups if that pays off (--gpu-price), and the whole cache if the origin cannot be reached. A cache that is still
+    being prefilled is played as its groups are published. The deadline starts once the connection is open.
 
-    The play ends at the deadline, or with --recompute once the engine has completed it. If groups are missing then, the
-    command names them, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three
-    deadlines.
+    The play ends at the deadline, or with --recompute once the engine has completed the cache. If groups are still
+    missing, the command lists them, writes the tokens before them to --out, and exits with status 1. --patience 3 waits
+    for three deadlines.
 
     The exit status is 0 if a complete cache was played, and 1 if groups are missing or the prompt is not cached.
     """
@@ -70,20 +70,22 @@ class FetchCommand:
 
     which: ClassVar = Heading("which cache")
     name: Annotated[str | None, Shown("--name MODEL/DIGEST")] = None
-    """The cache's name."""
+    """Name of the cache."""
     prompt: Annotated[Path | None, Shown("--prompt F.json", alone="prompt")] = None
-    """Its token ids: a list, or a file of a store's private/."""
+    """Token ids of the prompt: a JSON list, or a file from the private/ folder of a store."""
     text: Annotated[Path | None, Shown("--text F", alone="prompt")] = None
     """The prompt as text."""
     model: Annotated[str | None, Shown("--model smollm2|DIR")] = None
-    """Model of the prompt, for its tokenizer (default: that of --recompute; for --prompt, the origin's only one)."""
+    """Model of the prompt, for its tokenizer (default: the model of --recompute; with --prompt, the only model at the
+    origin).
+    """
     no_live: Annotated[bool, Shown()] = False
     """Skip caches that are still being prefilled."""
 
     how: ClassVar = Heading("how to play")
     deadline: Deadline = 2.0
     recompute: Annotated[str | None, Shown("--recompute smollm2|DIR")] = None
-    """Engine that computes late groups, and others if that pays."""
+    """Engine that computes late groups, and other groups if that pays off."""
     play: Annotated[PlayChoices, OptionGroup()]
     cache: Annotated[Path | None, Shown("--cache DIR")] = None
     """Folder that keeps codec profiles and the speed of peers (default: the user's cache folder)."""
@@ -118,7 +120,7 @@ def run(args: FetchCommand) -> int:
     _ = [dialling(url, args.peer) for url in (args.url, *args.source)]
     namespace = _namespace(args)
     if args.out is not None and args.out.exists() and not args.out.is_file():
-        raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
+        raise UsageError(f"--out {args.out}: not a regular file; give another path")
     console = Console(stderr=True)
     engine, model, tokens = read_prompt(args, console)
     lines: list[PlayEvent] = []
@@ -135,10 +137,10 @@ def run(args: FetchCommand) -> int:
         more = f"; allow more time: --deadline, --patience{cores}"
         raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten) + more)
     if not result["tokens"]:
-        why = f"no snapshot of {result['limited_by']} within this prompt is cached there"
+        why = f"no snapshot of {result['limited_by']} within this prompt is cached at the origin"
         if result["limited_by"] is None:
             producer = ", and no producer has started to prefill it" if args.play.wait_for_producer_s else ""
-            why = f"no part of this prompt is cached there{producer}"
+            why = f"no part of this prompt is cached at the origin{producer}"
         raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
     return _NOT_KEPT_STATUS if result["unkept"] else 0
 
@@ -153,7 +155,7 @@ def _namespace(args: FetchCommand) -> TrackNamespace | None:
     namespace = asset_of(args.url)
     if args.name is not None:
         if namespace is not None:
-            raise UsageError("the cache is named twice: by --name and in the URL")
+            raise UsageError("--name and the URL both name a cache; give only one of them")
         namespace = parse_namespace(args.name)
     if namespace is None and args.prompt is None and args.text is None:
         raise UsageError(_HOW)
@@ -161,8 +163,8 @@ def _namespace(args: FetchCommand) -> TrackNamespace | None:
         raise UsageError("--recompute needs the prompt: --prompt or --text")
     if (wait_s := args.play.wait_for_producer_s) and (args.no_live or namespace or wait_s >= args.deadline):
         raise UsageError(
-            f"--wait-for-producer {wait_s:g} needs a prompt instead of a name, a --deadline that is later than "
-            f"{wait_s:g} s and also covers the prefill, and no --no-live"
+            f"--wait-for-producer {wait_s:g} needs --text or --prompt instead of a name, a --deadline above {wait_s:g} "
+            "s that also covers the prefill, and no --no-live"
         )
     return namespace
 
@@ -229,7 +231,7 @@ async def _reach(args: FetchCommand, console: Console) -> None:
                 continue
             if named or not _is_silent(error):
                 raise
-            say(console, printable(f"{error}; everything is computed here"), highlight=False)
+            say(console, printable(f"{error}; the engine computes the whole cache"), highlight=False)
 
 
 def _is_silent(error: BaseException) -> bool:
@@ -258,7 +260,7 @@ async def _fetch(
     from kvabr.types.errors import TransportError
 
     if args.play.tail and not args.play.question_tokens:
-        raise UsageError("--tail is for tokens that are computed with a question: give --question N")
+        raise UsageError("--tail needs --question: the engine computes both together; give both, or neither")
     options = PlayOptions(
         **{field.name: getattr(args.play, field.name) for field in fields(PlayChoices)}
         | {"live": not args.no_live}
@@ -325,7 +327,7 @@ def _print_missing_sources(client: AsyncClient, args: FetchCommand, console: Con
     for url in dict.fromkeys(args.urls):
         peer = client.peer(url, args.peer).peer
         if not peer.reached:
-            say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
+            say(console, printable(f"{url} is not used: {peer.trouble}"), highlight=False)
 
 
 def _print_result(args: FetchCommand, played: Played, tokens: int) -> None:
@@ -348,7 +350,10 @@ def _print_result(args: FetchCommand, played: Played, tokens: int) -> None:
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]
     if played.tail:
-        lines.append(f"the last {counted(played.tail, 'token')} of the cache are left to the question's call")
+        lines.append(
+            f"the last {counted(played.tail, 'token')} of the cache are left for the engine to compute with the "
+            "question"
+        )
     if record.damaged:
         counts = Counter(f"group {group} on {track}" for group, track, _ in record.damaged)
         names = listed(frame + (f" ({count} times)" if count > 1 else "") for frame, count in counts.items())
@@ -358,15 +363,17 @@ def _print_result(args: FetchCommand, played: Played, tokens: int) -> None:
     if (live := played.live) is not None:
         if live.complete_s is not None:
             after_s = max(0.0, played.ttft_s - played.lookup_s - live.complete_s)
-            lines.append(f"prefilled meanwhile: in place {1000 * after_s:.0f} ms after its last group was published")
+            lines.append(
+                f"prefilled during the play: in place {1000 * after_s:.0f} ms after the last group was published"
+            )
         else:
-            why = "it was too late" if live.stopped is None else live.stopped
-            lines.append(f"prefilled meanwhile, up to group {live.published} of {groups}: {why}")
+            why = "the play ended first" if live.stopped is None else live.stopped
+            lines.append(f"prefilled during the play, up to group {live.published} of {groups}: {why}")
         if live.sooner_alone_s is not None:
             lines.append(f"computing it here would have finished {live.sooner_alone_s:.2f} s earlier")
     for who, text in (("cpu", "this machine's processor"), ("publisher", "the publisher")):
         if held := record.bytes_held_up.get(who):
-            lines.append(f"{text} was the limit for {held:,} bytes, not the network")
+            lines.append(f"{text} was the bottleneck for {held:,} bytes, not the network")
     if args.out is not None:
         lines.append(f"written: {args.out}")
     plain(*lines)

@@ -39,8 +39,8 @@ class InspectCommand:
       kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
 
     loss is the expected KL divergence from the exact cache in nats per generated token: the mean of the KL over the
-    first 8 tokens, the first 32, and all measured ones. KL, ΔNLL and top-1 are over all of them, measured on the real
-    model with the whole cache on that track. ms/group is the decode time on one thread of the publisher's machine.
+    first 8 tokens, the first 32 tokens, and all measured tokens. KL, ΔNLL and top-1 cover all measured tokens, with the
+    real model and the whole cache on that track. ms/group is the decode time on one thread of the publisher's machine.
     """
 
     asset: Annotated[str, Shown("ASSET|CATALOG|URL")]
@@ -112,7 +112,7 @@ def _fetch_catalog(args: InspectCommand) -> Catalog:
 
     connecting, namespace = dialling(args.asset, checked(args.peer)), asset_of(args.asset)
     if namespace is None:
-        raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
+        raise UsageError(f"{args.asset}: names no asset; append #kvcache:MODEL/DIGEST to the URL")
 
     async def fetch() -> Catalog:
         async with connecting as origin, asyncio.timeout(args.peer.timeout_s):
@@ -132,7 +132,7 @@ def _head(catalog: Catalog) -> None:
 
     spec = catalog.spec
     classes = len(spec.classes)
-    several = f"; of {classes} layer classes {counted(catalog.groups, 'group')}" if classes > 1 else ""
+    several = f"; {counted(catalog.groups, 'group')} in {classes} layer classes" if classes > 1 else ""
     lines = [
         f"{spec.model}: {spec.summary}",
         f"{counted(catalog.tokens, 'token')} in {counted(len(catalog.chunks), 'group')} of {spec.group_tokens}"
@@ -141,12 +141,12 @@ def _head(catalog: Catalog) -> None:
     ]
     if not catalog.every_token:
         play = catalog.to_play
-        lines.append(f"a play of all tokens needs {play.groups:,} of these, {play.fp16_bytes:,} bytes as FP16")
+        lines.append(f"a play of all tokens needs {play.groups:,} of these groups, {play.fp16_bytes:,} bytes as FP16")
     if any(only.kind == "state" for only in spec.classes):
         ends = [count for count in range(1, len(catalog.chunks) + 1) if catalog.playable(count)[0] == count]
         tokens = [f"{min(count * spec.group_tokens, catalog.tokens):,}" for count in ends]
         shown = tokens if len(tokens) <= _MAX_ENDS else [*tokens[:_MAX_ENDS], "...", tokens[-1]]
-        lines.append(f"prompts can share its first {', '.join(shown)} tokens: there are snapshots of its states")
+        lines.append(f"prompts can share its first {', '.join(shown)} tokens, where snapshots of its states are stored")
     if catalog.passage is not None:
         lines += _passage_lines(catalog.passage)
     if catalog.source:
@@ -185,24 +185,28 @@ def _tail_lines(catalog: Catalog) -> list[str]:
         most = sorted(range(len(catalog.asked)), key=catalog.asked.__getitem__, reverse=True)[:_MAX_ASKED]
         shares = ", ".join(f"{catalog.title(group)} {catalog.asked[group]:.0%}" for group in most)
         return [
-            "before a question or other tokens that an engine computes; their text varies the loss by that factor",
+            "rows: loss before a question or other tokens that an engine computes; varies by: factor between texts",
             *([f"groups with the largest shares of the loss before questions: {shares}"] if shares else []),
         ]
     if known:
-        return ["losses before tails were measured with one continuation: others lose up to five times more or less"]
-    return ["the loss before a question was not measured: as a rule it is a tenth to all of the loss"]
+        return [
+            "losses before a question were measured with one text; others can change them by a factor of up to five"
+        ]
+    return ["the loss before a question was not measured: usually it is a tenth to all of the loss above"]
 
 
 def _passage_lines(notes: PassageNotes) -> list[str]:
     contexts = f" over {counted(notes.contexts, 'context')}" if notes.contexts else ""
-    lines = [f"a passage, to be played anywhere in a prompt; its cache was computed: {notes.base}{contexts}"]
+    lines = [f"a passage, playable anywhere in a prompt; its cache was computed: {notes.base}{contexts}"]
     if not notes.fusion:
-        lines.append("the loss of joining it was not measured: players compute it, unless their max_loss is infinite")
+        lines.append(
+            "the loss of joining this passage was not measured: players recompute it, unless their max_loss is infinite"
+        )
     for share, loss in notes.fusion:
-        lines.append(f"fusion loss with {share:.0%} of its tokens computed again: {loss:.4f} nats per token")
+        lines.append(f"fusion loss with {share:.0%} of its tokens recomputed: {loss:.4f} nats per token")
     if notes.method:
         lines.append(f"measured: {notes.method}")
-    lines.append(f"tokens are {'' if notes.order else 'not '}ranked by the gain of computing them again")
+    lines.append(f"tokens are {'' if notes.order else 'not '}ranked by the gain of recomputing them")
     return lines
 
 

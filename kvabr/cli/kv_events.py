@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvabr.telemetry.kv_events.hashes import BlockHashes
 
 _WHY: dict[Reason, str] = {
-    "no tokens": "its token ids are not stored with it; engines announce such assets, or store them: publish_tokens",
+    "no tokens": "its token ids are not stored; set publish_tokens in the engine, or let the engine announce it",
     "salted": "tokens of salted prompts are never announced",
-    "passage": "passages begin no prompt",
+    "passage": "a passage never begins a prompt",
     "short": "it is shorter than a block",
-    "another model": "its model is excluded: --kv-events-topic, --kv-events-model",
+    "another model": "its model is excluded by --kv-events-topic or --kv-events-model",
     "unreadable": "its token ids are damaged or cannot be read",
 }
 
@@ -44,9 +44,9 @@ class KVEventOptions:
     replay: Annotated[str | None, Shown("--kv-events-replay ENDPOINT", needs="to")] = None
     """Address for replaying missed events."""
     block: Annotated[int, Shown("--kv-events-block N", needs="to")] = 16
-    """Tokens of a block, as in the engines."""
+    """Tokens per block; must be the block size of the engines."""
     hash: Annotated[Literal["sha256", "sha256_cbor"], Shown("--kv-events-hash", needs="to")] = "sha256"
-    """Hash of blocks, as vLLM's --prefix-caching-hash-algo (default: sha256); PYTHONHASHSEED counts too."""
+    """Hash of blocks; must match vLLM's --prefix-caching-hash-algo (default: sha256), and so must PYTHONHASHSEED."""
     topic: Annotated[str, Shown("--kv-events-topic TEXT", needs="to")] = "kv@kvabr@{model}"
     """Topic of the messages, kv@INSTANCE@MODEL for llm-d (default: kv@kvabr@{model}, with the model name of assets)."""
     model: Annotated[str, Shown("--kv-events-model PATTERN", needs="to")] = "*"

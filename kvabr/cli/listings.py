@@ -83,7 +83,7 @@ class EnginesCommand:
     after the first miss, so the player protects the front. upgrades: a cache in use can be improved. passages: prompts
     made of passages are played, with the tokens that matter recomputed.
 
-    An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
+    An installed package can add an engine: a kvabr.engines.adapters.Adapter in the entry point group kvabr.engines.
     """
 
     json: Annotated[Path | None, Shown("--json F", written=True)] = None

@@ -98,14 +98,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         args = _over_config(name, rest)
         for option, value in vars(args).items():
             if any("\0" in str(one) for one in (value if isinstance(value, list) else [value])):
-                raise UsageError(f"{option.replace('_', '-')}: has a NUL character, which names and paths cannot have")
+                raise UsageError(f"{option.replace('_', '-')}: must not contain a NUL character")
         return args
     top = _top_parser()
     if not name.startswith("-"):
-        top.error(f"no command {name!r}{did_you_mean(name, names())}; `kvabr --help` lists the commands")
+        top.error(f"unknown command {name!r}{did_you_mean(name, names())}; `kvabr --help` lists the commands")
     _, unknown = top.parse_known_args([name])  # exits for --help and --version
     if unknown:
-        top.error(f"no option {name}{did_you_mean(name, ('--help', '--version'))}; `kvabr --help` lists the options")
+        top.error(
+            f"unknown option {name}{did_you_mean(name, ('--help', '--version'))}; `kvabr --help` lists the options"
+        )
     raise SystemExit(2)
 
 

@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
         if not unknown and words.startswith("-"):
             option = words.split()[0].partition("=")[0]
             shown = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
-            message = f"no option {option}{did_you_mean(option, shown)}"
+            message = f"unknown option {option}{did_you_mean(option, shown)}"
         message = _NOT_A_NUMBER.sub(lambda found: f"{found[1]} {found[3]}: must be a {_NUMBERS[found[2]]}", message)
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists the options\n")
 
@@ -104,12 +104,14 @@ def prompt_text(path: Path) -> str:
     from kvabr.store.files import read_text
 
     if not (text := read_text(path, unreadable=UsageError)).strip():
-        raise UsageError(f"--text {path}: is empty; name a file with a text")
+        raise UsageError(f"--text {path}: is empty; give a file with text")
     return text
 
 
 Deadline = Annotated[float, Gt(0), Lt(math.inf), Shown("-d --deadline S", "TTFT deadline, seconds (default: 2)")]
-DiskGib = Annotated[float, Gt(0), Lt(1 << 30), Shown("--disk-gib N", "size of that folder in GiB (default: 16)")]
+DiskGib = Annotated[
+    float, Gt(0), Lt(1 << 30), Shown("--disk-gib N", "maximum size of the --disk folder, GiB (default: 16)")
+]
 Model = Annotated[
     str,
     Shown(
@@ -121,16 +123,16 @@ SaltFile = Annotated[
     Path | None,
     Shown(
         "--salt-file F",
-        "mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; make one "
-        "with: head -c 32 /dev/urandom > F",
+        "file with a secret for the prompt's digests: only holders of the file can request the cache; make one with: "
+        "head -c 32 /dev/urandom > F",
     ),
 ]
 Digest = Annotated[
     str,
     Shown(
         "--digest",
-        "how readers check the groups: blake3 takes less than half of the processor time, but needs the extra fast "
-        "(default: sha256)",
+        "digest by which readers check groups: blake3 takes less than half of the processor time, but needs the "
+        "extra fast (default: sha256)",
         choices=KINDS,
     ),
 ]
@@ -188,7 +190,7 @@ def check_writable(*paths: Path | None) -> None:
         if path is None:
             continue
         if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another path")
+            raise UsageError(f"{path}: there is no folder {path.parent}; create it, or give another path")
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; give the path of a file")
         device = path.exists() and not path.is_file()

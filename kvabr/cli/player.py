@@ -24,12 +24,13 @@ from kvabr.types.fields import OptionGroup, Shown
 class PlayerCommand:
     """Play for the serving engines of this node in a separate process.
 
-    Engines with the setting "player": "process" start one and share it. Run it yourself to supervise it, to give it
-    other cores (taskset -c 0-3 kvabr player ...) or to read its metrics; then engines need "player":
-    "/run/user/1000/kvabr/mine.sock". It serves engines of its own user and its own version of kvabr.
+    Engines with the setting "player": "process" start a player process and share it. Run it yourself to supervise it,
+    to give it other cores (taskset -c 0-3 kvabr player ...) or to read its metrics; then set its socket in the engines,
+    such as "player": "/run/user/1000/kvabr/mine.sock". It serves only engines of the same user and the same version of
+    kvabr.
 
-    Each engine sends the location of its caches and its token. Other settings from the environment, such as the keys of
-    an object store, are those of this process.
+    Each engine sends the location of its caches and its token. All other settings from the environment, such as the
+    keys of an object store, are taken from this process.
     """
 
     socket: Annotated[Path | None, Shown("--socket PATH")] = None
@@ -49,9 +50,9 @@ def run(args: PlayerCommand) -> int:
     except OSError as error:
         raise UsageError(f"--socket {path}: {error.strerror or error}") from error
     if taken is None and args.seen.metrics is not None:
-        raise UsageError(f"a player process serves {path} already, without --metrics: end it, or give another --socket")
+        raise UsageError(f"a player process without --metrics already serves {path}: stop it, or give another --socket")
     if taken is None:
-        print(f"a player process serves {path} already")
+        print(f"a player process already serves {path}")
         return 0
     listener, lock = taken
     try:

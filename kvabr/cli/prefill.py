@@ -48,14 +48,14 @@ class PrefillCommand:
 
     The deadline must cover the rest of the prefill. With --wait-for-producer 60 the fetch may start first.
 
-    Without --live the cache is published once it is complete, as engines do. With --live every group can be played a
-    moment after it was computed; when the prefill ends, players miss only the last group.
+    Without --live the cache is published once it is complete, as engines do. With --live each group can be played a
+    moment after it was computed; when the prefill ends, players lack only the last group.
 
-    Losses are not measured, as `kvabr encode` does, but taken from --prior, an asset of the same model. The AC layers,
+    Losses are not measured, as by `kvabr encode`, but taken from --prior, an asset of the same model. The AC layers,
     which a slow link needs, require a profile (`kvabr calibrate`).
 
-    After Ctrl-C, or if the model fails, the computed groups stay as the cache of a shorter prompt. If the process is
-    killed, they stay if `kvabr serve` runs in that folder.
+    After Ctrl-C, or if the model fails, the computed groups remain as the cache of a shorter prompt. If the process is
+    killed, they remain only if `kvabr serve` is serving that folder.
     """
 
     text: TextFile
@@ -69,11 +69,13 @@ class PrefillCommand:
     tracks: Annotated[tuple[str, ...] | None, Shown("--tracks TRACK")] = None
     """Tracks to make (default: FP16 Int8 Int4, with a profile AC-L0 to L3)."""
     edge: Annotated[tuple[str, ...] | None, Shown("--edge TRACK", needs="live")] = None
-    """With --live: tracks to publish at once, the others at the end (default: the AC layers, if any)."""
+    """With --live: tracks to publish during the prefill; the others follow at its end (default: the
+    AC layers, if any).
+    """
     profile: Annotated[Path | None, Shown("--profile FILE")] = None
-    """Codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 270M)."""
+    """Codec profile of the model (default: the profile that kvabr ships for SmolLM2-135M or Gemma 3 270M)."""
     prior: Annotated[str | None, Shown("--prior ASSET")] = None
-    """Asset or catalog with the losses (default: one of smollm2)."""
+    """Asset or catalog with losses of the model (default: a catalog of smollm2)."""
     digest: Digest = SHA256
     salt_file: SaltFile = None
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
@@ -106,7 +108,7 @@ def run(args: PrefillCommand) -> int:
     spec, profile = engine.spec, find_profile(engine.spec, args.profile)
     name = chain(ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)[-1]
     if open_store(args.out).has(name):
-        plain(f"this cache is published already: {args.out / name}")
+        plain(f"this cache is already published: {args.out / name}")
         return 0
     publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest)
     live = LivePublisher(publisher, edge=args.edge)
@@ -135,9 +137,10 @@ def run(args: PrefillCommand) -> int:
         return 0
     if outcome.left_out:
         plain(
-            f"encoding was slower than the prefill: {counted(outcome.left_out, 'frame')} followed after its last token"
+            f"encoding was slower than the prefill: {counted(outcome.left_out, 'frame')} were published after its last "
+            "token"
         )
-    plain(f"asset: {args.out / name} ({counted(len(ids), 'token')}, prefill {prefill_s:.1f} s, all {seconds:.1f} s)")
+    plain(f"asset: {args.out / name} ({counted(len(ids), 'token')}, prefill {prefill_s:.1f} s, total {seconds:.1f} s)")
     return 0
 
 
@@ -223,6 +226,7 @@ def _prompt(loaded: LoadedModel, text: str, tokens: int | None) -> list[int]:
         raise too_short(len(ids), wanted)
     if wanted > context:
         raise UsageError(
-            f"{wanted} tokens do not fit {loaded.engine.spec.model} with its context of {context}: --tokens {context}"
+            f"{wanted} tokens do not fit the context of {loaded.engine.spec.model} ({context}): give at most --tokens "
+            f"{context}"
         )
     return ids[:wanted]

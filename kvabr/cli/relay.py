@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{text!r}: give bytes, or a number with KiB, MiB, GiB or TiB")
     size = int(found[1]) << _UNITS[(found[2] or "")[:1].lower()]
     if size < 1 << 26:
-        raise UsageError(f"{text}: must be at least 64MiB, which a few groups need")
+        raise UsageError(f"{text}: must be at least 64MiB, which is enough for a few groups")
     return size
 
 
@@ -45,22 +45,22 @@ class RelayCommand:
       kvabr relay --upstream moqt://localhost:4443/ --upstream-fingerprint HEX --bind 127.0.0.1:4444 --dev
 
     A group is fetched from the origin once and passed on as it arrives. It is kept, in memory and in the folder or
-    object store of --disk, if its digest matches the asset's catalog; a wrong group is aborted at its end.
+    object store of --disk, if its digest matches the asset's catalog; otherwise its transfer is aborted at the end.
 
-    The relay requests a catalog or a lookup again when players need it and its answer is older than two seconds (up to
-    30, if fetching it takes long). So it notices within 30 seconds that the origin has removed or replaced an asset,
-    and serves it no longer; and that the origin refuses the relay's token: then it drops everything and closes the
-    players' connections. While the origin cannot be reached, the relay serves its cache; it also starts without its
-    origin, but serves the folder of --disk only after it has reached the origin once.
+    If players need a catalog or a lookup that is older than two seconds (up to 30, if fetching it takes long), the
+    relay requests it again. So within 30 seconds it stops serving an asset that the origin has removed or replaced. If
+    the origin refuses the relay's token, the relay drops everything and closes the players' connections. While the
+    origin cannot be reached, the relay serves its cache. It also starts without its origin, but serves the folder of
+    --disk only after it has reached the origin once.
 
-    --memory bounds the groups that are kept. In addition, catalogs and lookups may use an eighth of it (at least 64
-    MiB), and groups that are fetched or sent the memory of --limit.
+    --memory limits the groups that are kept. In addition, catalogs and lookups may use an eighth of it (at least 64
+    MiB), and groups in transfer the memory that --limit allows.
 
-    Everyone who may enter the relay may read everything that the relay's own token opens. --player-token-file restricts
-    who may enter.
+    Every player that may connect to the relay can read everything that the relay's own token gives access to.
+    --player-token-file restricts which players may connect.
 
-    Tokens, certificate and key are read again when their files change, and on SIGHUP. With a new token of its own the
-    relay reconnects to the origin, and keeps its cache.
+    Tokens, certificate and key are reloaded when their files change, and on SIGHUP. If its own token changes, the relay
+    reconnects to the origin and keeps its cache.
     """
 
     upstream: Annotated[str, Shown("--upstream URL")]
@@ -72,9 +72,9 @@ class RelayCommand:
     disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
     """Also keep groups in this folder, which survives a restart, or in an object store, which relays can share."""
     disk_gib: Annotated[float, Gt(0), Lt(1 << 30), Shown("--disk-gib N")] = 16.0
-    """Size of that folder in GiB (default: 16); stores are not bounded."""
+    """Maximum size of the --disk folder, GiB (default: 16); object stores are not limited."""
     player_token_file: Annotated[Path | None, Shown("--player-token-file F")] = None
-    """File with a token that players must present (default: everyone may enter)."""
+    """File with a token that players must present (default: every player may connect)."""
     peer: Annotated[PeerOptions, OptionGroup("the origin", prefix="upstream-")]
 
 
@@ -100,7 +100,7 @@ async def _relay(args: RelayCommand) -> int:
             if upstream.trouble is None:
                 log.info("upstream", url=args.upstream, transport=upstream.backend, protocol=upstream.protocol)
             else:
-                hint = "the relay starts anyway, and dials again when players request something"
+                hint = "the relay starts anyway, and connects again when players request something"
                 log.warning("the origin cannot be reached", why=upstream.trouble, hint=hint)
             disk_bytes = int(args.disk_gib * (1 << 30))
             async with Relay(
@@ -118,7 +118,9 @@ async def _relay(args: RelayCommand) -> int:
                     asyncio.run_coroutine_threadsafe(_renew(upstream, log), loop)
 
                 def started() -> None:
-                    everyone = "who can reach this address may read what the relay may; see --player-token-file"
+                    everyone = (
+                        "anyone who can reach this address can read what the relay can read; see --player-token-file"
+                    )
                     url = setup.announce(server, "relaying", None if token else everyone, memory_bytes=args.memory)
                     if asset is None:
                         # The origin does not list its assets; `kvabr serve` prints a URL with one.

@@ -55,8 +55,9 @@ class ReplayCommand:
     asset: Annotated[str | None, Shown()] = None
     """An asset, or its catalog (default: kvabr's catalog of SmolLM2)."""
     policy: Annotated[tuple[str, ...], Shown("-p --policy NAME|FILE.py:CLASS")] = (DEFAULT,)
-    """ABR policies, which `kvabr policies` lists; `all` is every policy without an argument, and fixed:TRACK of every
-    track worth playing."""
+    """ABR policies, which `kvabr policies` lists; `all` is every policy that needs no argument, and fixed:TRACK for
+    every track worth playing.
+    """
     deadline: Deadline = 2.0
     play: Annotated[
         PlayChoices,
@@ -73,28 +74,31 @@ class ReplayCommand:
     passages: Annotated[tuple[str, ...], Shown("--passages A")] = ()
     """Passages, in the order of the prompt."""
     exact: Annotated[int | None, Shown("--exact N", needs="passages")] = None
-    """Tokens of the text before them (default: 32)."""
+    """Tokens of text before the passages (default: 32)."""
     share: Annotated[float | None, Shown("--share X", needs="passages")] = None
-    """Share of their tokens to compute again (default: as much as pays)."""
+    """Share of the passages' tokens to recompute, 0 to 1 (default: as much as pays off)."""
 
     the_link: ClassVar = Heading("the link")
     load: Annotated[float | None, Shown("--load X")] = None
-    """Scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)."""
+    """Scale each trace so that its mean rate carries the fraction X of the FP16 cache within the deadline (default: as
+    recorded).
+    """
     rtt: Annotated[float | None, Shown("--rtt MS")] = None
-    """Round trip in ms (default: the trace's, else 40)."""
+    """Round trip in ms (default: the trace's own, otherwise 40)."""
     link: Annotated[tuple[Path, ...], Shown("--link TRACE", repeated=True)] = ()
-    """Another source of the asset, over its own link that starts with each trace; may be repeated."""
+    """Trace of a further link, to another source of the asset; it starts with each trace; may be repeated."""
     no_slow_start: Annotated[bool, Shown()] = False
-    """The connection is warm, after slow start."""
+    """Begin with a warm connection, after slow start."""
     producer: Annotated[float | None, Shown("--producer S")] = None
-    """The cache is prefilled during the play, in S seconds, group by group (default: it is complete)."""
+    """Prefill the cache during the play, group by group, in S seconds (default: it is complete)."""
     cold: Annotated[bool, Shown()] = False
-    """The deadline includes handshake and catalog."""
+    """Include handshake and catalog in the deadline."""
     queue: Annotated[float | None, Ge(0), Lt(math.inf), Shown("--queue KB")] = None
-    """The bottleneck's queue (default: none in a simulation; with --live and --rivals a round trip of the trace at its
-    best, at least 64 packets)."""
+    """Queue of the bottleneck (default: none in a simulation; with --live or --rivals, one round trip at the trace's
+    highest rate, at least 64 packets).
+    """
     rivals: Annotated[int, Shown("--rivals N")] = 0
-    """Plays that share the link."""
+    """Other plays that share the link."""
     one_connection: Annotated[bool, Shown()] = False
     """The plays belong to one client and share its connection."""
     codel: Annotated[bool, Shown()] = False
@@ -108,20 +112,25 @@ class ReplayCommand:
     engine: Annotated[str | None, Shown("--engine NAME", alone="engine")] = None
     """Use the times of a measured engine: h200-8b, h200-70b or cpu-smollm2."""
     prefill: Annotated[str | None, Shown("--prefill C:B[:D[:A[:F]]]", alone="engine")] = None
-    """Use these seconds: per call, per token, per token cached before, per pair of tokens, and the least of a call."""
+    """Prefill cost in seconds: per call, per token, per token cached before, per pair of tokens,
+    and minimum per call.
+    """
     no_recompute: Annotated[bool, Shown(alone="engine")] = False
-    """Without an engine: every group must be fetched."""
+    """Use no engine: every group must be fetched."""
     recompute_mode: Annotated[Literal["suffix", "prefix", "hole"], Shown()] = "hole"
-    """Suffix: all after the first miss; prefix: the same as its own call, as vLLM; hole: any group."""
+    """Groups that the engine can recompute: with suffix, all after the first miss; with prefix, the same in a separate
+    call, as in vLLM; with hole, any group.
+    """
     question: Annotated[int | None, Shown("--question N")] = None
-    """Tokens after the cache that the engine computes (default: none; for passages 24)."""
+    """Tokens of a question after the cache, which the engine computes (default: none; with --passages 24)."""
     tail: Annotated[int | None, Shown("--tail N")] = None
-    """Most tokens at the end of the cache that it computes in the same call, instead of fetching them (default: 512;
-    0: none)."""
+    """Maximum tokens at the end of the cache that the engine computes with the question instead of fetching them
+    (default: 512; 0: none).
+    """
     decode_scale: Annotated[float, Shown("--decode-scale X")] = 1.0
     """Multiply the catalog's decode times by X; 0: instant."""
     decoders: Annotated[int, Shown("--decoders N")] = 1
-    """Threads that decode a group each."""
+    """Decoder threads; each decodes one group at a time."""
 
     how_many: ClassVar = Heading("how many plays")
     starts: Annotated[int, Shown("--starts N")] = 1
@@ -134,8 +143,8 @@ class ReplayCommand:
     real: ClassVar = Heading(
         "a real link",
         "Play real bytes: an origin, a link shaped by the trace, and the player run as three processes over QUIC. The "
-        "same plays are also simulated, for comparison. Without an engine there is no recompute; with one, a stand-in "
-        "takes its time and computes nothing.",
+        "same plays are also simulated, for comparison. With an engine, a stand-in takes as long as the engine would, "
+        "but computes nothing; otherwise there is no recompute.",
     )
     live: Annotated[bool, Shown()] = False
     """Play real bytes over a real link (needs --asset and the laboratory); with --producer also growing caches."""
@@ -158,7 +167,7 @@ class ReplayCommand:
     perfetto: Annotated[Path | None, Shown("--perfetto F", written=True)] = None
     """Timelines for ui.perfetto.dev."""
     timelines: Annotated[int, Shown("--timelines N")] = 24
-    """Plays that keep a timeline; -1: all."""
+    """Number of plays with a timeline; -1: all."""
 
 
 def run(args: ReplayCommand) -> int:
@@ -167,13 +176,17 @@ def run(args: ReplayCommand) -> int:
 
     console = Console(stderr=True)
     if args.cold and args.no_slow_start:
-        raise UsageError("--cold counts the handshake, --no-slow-start skips the start of a connection; give one")
+        raise UsageError(
+            "--cold times a new connection, but --no-slow-start begins with a warm one; give only one of them"
+        )
     if args.live:
         load_extension("replay.live.check", "replay --live")(args)
     catalog, asset = _asset(args.asset) if not args.passages else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     if args.verify and asset is None:
-        raise UsageError("--verify needs an asset with its groups: `kvabr encode` makes one, --asset names it")
+        raise UsageError(
+            "--verify needs an asset with its groups: make one with `kvabr encode`, and give it with --asset"
+        )
     report = _replay(args, matrix, asset)
     if args.verify and asset is not None:
         _verify(asset, report, console)
@@ -234,7 +247,7 @@ def _joined(args: ReplayCommand, console: Console) -> Catalog:
     from kvabr.store.locations import open_catalog
 
     if args.asset is not None or args.verify:
-        raise UsageError("--passages replaces --asset, and is for simulations")
+        raise UsageError("--passages cannot be combined with --asset or --verify")
     exact = EXACT if args.exact is None else args.exact
     limit = args.play.joined_loss_limit
 
@@ -277,7 +290,7 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
         cost = parse_cost(args.prefill, "--prefill")
     question = 0 if args.question is None or args.passages else args.question
     if args.tail is not None and (not question or cost is None):
-        raise UsageError("--tail needs an engine that computes a --question: give both")
+        raise UsageError("--tail needs --question and an engine: the engine computes both together")
     options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,

@@ -37,19 +37,19 @@ class ServeCommand:
     For others:
       kvabr serve assets --bind :4443 --cert chain.pem --key key.pem --grants grants.json --metrics 127.0.0.1:9100
 
-    ROOT is a store, or a folder with stores up to four levels down. New and removed assets are noticed within 0.2
-    seconds, in folders of many thousand assets within two, in buckets within five. Damaged assets are logged and left
-    out.
+    ROOT is a store, or a folder with stores up to four levels down. New and removed assets are found within 0.2
+    seconds, within two in folders of many thousand assets, and within five in buckets. Damaged assets are logged and
+    not served.
 
     Tokens: `kvabr serve --new-token` prints a new token for clients (--token-file, KVABR_TOKEN) and its entry for the
     --grants file:
       {"schema": "kvabr.grants/1", "grants": [ENTRY, ...]}
     In an entry, "assets" are patterns of the asset's name (the path of its store below ROOT and its digest), such as
     "team-a/*"; "models" are patterns of the model's name; "id" names the token in logs and metrics; "expires" is a time
-    such as "2027-01-31T12:00:00Z". Without --grants everyone who can reach the address may read everything.
+    such as "2027-01-31T12:00:00Z". Without --grants anyone who can reach the address can read everything.
 
-    Grants, certificate and key are read again when their files change, and on SIGHUP. Connections with a removed or
-    expired token are closed at once. A file that cannot be used is logged, and the previous content stays in use.
+    Grants, certificate and key are reloaded when their files change, and on SIGHUP. Connections with a removed or
+    expired token are closed at once. A file that cannot be used is logged, and the previous contents stay in use.
 
     After SIGTERM or Ctrl-C, clients receive GOAWAY, and transfers may finish for --drain seconds. A second signal ends
     the process at once.
@@ -59,7 +59,7 @@ class ServeCommand:
     """The store: a folder or a URL, or a folder with stores."""
     serving: Annotated[serving.ServingOptions, OptionGroup()]
     grants: Annotated[Path | None, Shown("--grants F")] = None
-    """Who may read which assets, JSON (default: all read all)."""
+    """JSON file with who may read which assets (default: everyone may read all)."""
     new_token: Annotated[bool, Shown()] = False
     """Print a new token and its entry, and exit."""
     expires: Annotated[float | None, Gt(0), Le(_MAX_DAYS), Shown("--expires DAYS", needs="new_token")] = None
@@ -140,17 +140,21 @@ def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSet
         log.warning(
             "no assets yet",
             root=args.root,
-            hint=f"make one with: kvabr encode --text FILE --tokens N --out {place}; it is noticed soon",
+            hint=f"make one with: kvabr encode --text FILE --tokens N --out {place}; the server finds it by itself",
         )
     left = (setup.facts.not_after - datetime.now(UTC)).days
     if left < _EXPIRES_SOON_DAYS and not args.serving.dev:
         log.warning("certificate expires soon", days=left, hint="renew it; the new one is used at once")
-    everyone = "who can reach this address may read every asset; --grants limits that" if args.grants is None else None
+    everyone = (
+        "anyone who can reach this address can read every asset; --grants restricts access"
+        if args.grants is None
+        else None
+    )
     url = setup.announce(server, "serving", everyone, assets=len(assets), left_out=library.damaged)
     whole = next((asset for asset in assets if asset.catalog.passage is None), None)
     if whole is not None:
         line = setup.fetch_line(url, whole.catalog.namespace, token=args.grants is not None)
-        print(f"fetch from it, for instance {whole.name}: {line}")
+        print(f"to fetch from it, for instance {whole.name}: {line}")
     elif assets:
-        print(f"it has only passages, for programs: Client({url!r}).play(parts=[...])")
+        print(f"it has only passages, which programs can play: Client({url!r}).play(parts=[...])")
     sys.stdout.flush()

@@ -48,7 +48,7 @@ class SeenOptions:
     metrics: Annotated[Address | None, Shown("--metrics HOST:PORT", parse=parse_address)] = None
     """Serve /metrics (Prometheus) and /healthz over HTTP."""
     log_json: Annotated[bool, Shown()] = False
-    """Log JSON lines (default off a terminal)."""
+    """Log JSON lines (default if the output is not a terminal)."""
     verbose: Annotated[bool, Shown("-v --verbose")] = False
     """Log more."""
 
@@ -70,7 +70,7 @@ class ServingOptions:
     tcp: Annotated[Literal["tls", "off"], Shown()] = "tls"
     """Accept connections over TCP with TLS."""
     announce_rates: Annotated[Literal["on", "off"], Shown()] = "on"
-    """Tell players which rate recent plays from their block of addresses reached."""
+    """Send players the rate that recent plays from their block of addresses reached."""
     drain: Annotated[float, Ge(0), Le(3600), Shown("--drain S")] = 10.0
     """Seconds to finish work after SIGTERM; Ctrl-C waits half a second."""
     limit: Annotated[tuple[str, ...], Shown("--limit NAME=VALUE", repeated=True)] = ()

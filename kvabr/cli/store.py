@@ -53,7 +53,7 @@ class RemoveCommand:
     model: Annotated[str | None, Shown("--model M")] = None
     """All assets of this model."""
     unreferenced: Annotated[bool, Shown()] = False
-    """Also objects that no asset names, such as those of a killed publisher, after an hour."""
+    """Also remove objects older than an hour that belong to no asset, such as those of a killed publisher."""
     json: Json = None
 
 
@@ -90,7 +90,7 @@ class CopyCommand:
 
     store: StoreArgument
     target: Annotated[str, Shown("TARGET")]
-    """A folder (made if missing), or the URL of a bucket."""
+    """A folder (created if missing), or the URL of a bucket."""
     name: Annotated[tuple[str, ...], Shown("--name N", repeated=True)] = ()
     """Only this asset, by its name or the beginning of its name; may be repeated."""
     model: Annotated[str | None, Shown("--model M")] = None

@@ -53,7 +53,9 @@ def ls(args: ListCommand) -> int:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     for name, what in found.damaged.items():
         plain(f"{name}: cannot be read: {what}; see kvabr store verify")
-    others = f"; {human(found.unreferenced_bytes)} that no asset names" if found.unreferenced_bytes else ""
+    others = (
+        f"; {human(found.unreferenced_bytes)} in objects that belong to no asset" if found.unreferenced_bytes else ""
+    )
     total = (
         f"{counted(len(held), 'asset')}, {human(admin.total_bytes(held))}" if held else f"{tree.location}: no assets"
     )
@@ -97,7 +99,7 @@ def verify(args: VerifyCommand) -> int:
     damages = [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad]
     write_result(args.json, "store verify", {"store": tree.location, "deep": args.deep, "damages": damages})
     if left:
-        raise AssetError(f"{tree.location}: {len(left)} damaged")
+        raise AssetError(f"{tree.location}: {len(left)} damaged objects or assets")
     whole = "no object is damaged" if args.deep else "no object is missing; --deep also reads the bytes of frames"
     rest = "the rest is undamaged" if args.deep else "no other object is missing"
     plain(whole if not bad else f"{len(bad)} removed, {rest}")
@@ -130,7 +132,7 @@ def copy(args: CopyCommand) -> int:
     for name, why in done.failed.items():
         plain(f"{name}: not copied: {why}")
     were = "was" if len(done.kept) == 1 else "were"
-    plain(f"{counted(len(done.assets), 'asset')} copied, {human(done.bytes)}; {len(done.kept):,} {were} there already")
+    plain(f"{counted(len(done.assets), 'asset')} copied, {human(done.bytes)}; {len(done.kept):,} {were} already there")
     result = {"copied": done.assets, "kept": done.kept, "failed": done.failed, "bytes": done.bytes}
     write_result(args.json, "store copy", result)
     if done.failed:

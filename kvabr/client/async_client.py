@@ -213,7 +213,7 @@ class AsyncClient:
         """
         engine = engine or self.engine
         if engine is None:
-            raise UsageError("measure_prefill: there is no engine; give one here or to the client")
+            raise UsageError("measure_prefill needs an engine: give one here or to the client")
         cost = await on_engine(engine, partial(measure_prefill, engine, tokens))
         await asyncio.get_running_loop().run_in_executor(None, self._memory.costs.save_engine, engine)
         return cost
@@ -326,7 +326,7 @@ class AsyncClient:
         """
         options = options or self.options
         if engine is not None and not len(tokens):
-            raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
+            raise UsageError("play_asset: an engine needs the prompt to recompute: give tokens=...")
         computing, cost = engine_of(engine or self.engine, options, self._memory.costs) if len(tokens) else (None, None)
         if len(tokens):
             check_prompt(tokens, computing)
@@ -387,7 +387,7 @@ class AsyncClient:
         """
         check_deadline(within_s)
         if not 0 <= keep_s < math.inf:
-            raise UsageError(f"keep_s is {keep_s:g}; it must be a number of seconds, 0 or more")
+            raise UsageError(f"keep_s must be 0 or more seconds, got {keep_s:g}")
         options = replace(options or self.options, time_price=time_price, live=False, out=None, after=None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
         ends_s = asyncio.get_running_loop().time() + within_s

@@ -64,7 +64,7 @@ def _checked(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
     for kv, part in zip(parts, engine.spec.parts, strict=True):
         due = computed_shape(part, len(tokens))
         if tuple(kv.shape) != due or not all_finite(kv):
-            raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {due} was due")
+            raise ModelError(f"the engine must return {due} without NaN or infinity, got {tuple(kv.shape)}")
     return parts
 
 
@@ -79,7 +79,7 @@ def _placed(call: PlayCall, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tu
     place = options.out[:, :, :, :tokens]
     if tuple(place.shape) != spec.shape(tokens):
         have, needed = tuple(options.out.shape), spec.shape(tokens)
-        raise UsageError(f"`out` is {have}, too small for {needed}")
+        raise UsageError(f"`out` must have room for {needed}, got {have}")
     check_wanted(place.dtype, spec)
     convert(parts[0], place, spec)
     return (place,)

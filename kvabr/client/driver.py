@@ -393,7 +393,7 @@ class Driver:
     def _compute(self, action: Recompute) -> None:
         engine = self._engine
         if engine is None:
-            raise KvabrError("this play has a cost of recompute but no engine")
+            raise KvabrError("this play has a recompute cost but no engine")
         begin, end = map(self._catalog.tokens_before, (action.first, action.last))
 
         if self._computed is None:

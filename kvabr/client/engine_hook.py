@@ -88,4 +88,4 @@ class EngineHook:
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
         # The write need not improve the cache: it may be cancelled, or the track already in place.
         if not written:
-            raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} and did not write")
+            raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} but did not write them")

@@ -119,7 +119,7 @@ class LiveFeed:
         ours, order = self._catalog, self.growing.order
         chunks = catalog.chunks[ours.offset : ours.offset + len(ours.chunks)]
         if catalog.spec.digest() != ours.spec.digest() or chunks != ours.chunks:
-            raise FormatError("the catalog of the complete asset is not that of the live one")
+            raise FormatError("the catalog of the complete asset does not match that of the live asset")
         frames: list[dict[str, tuple[int, str]]] = [{} for _ in catalog.chunks]
         for group in range(catalog.groups):
             for track in catalog.tracks:

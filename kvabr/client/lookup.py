@@ -135,7 +135,9 @@ async def fetch_catalog(
     if found.catalog.namespace != namespace:
         raise ForeignError(f"requested the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
     if (end := found.catalog.chunks[-1]) != namespace.prompt:
-        raise ForeignError(f"the catalog of {_name(namespace)} is of another prompt: its groups end with {end}")
+        raise ForeignError(
+            f"the catalog of {_name(namespace)} is of another prompt: the digest of its last group is {end}"
+        )
     if found.catalog.spec.model != namespace.model:
         raise ForeignError(f"the catalog of {_name(namespace)} is of the model {found.catalog.spec.model}")
     return found
@@ -302,10 +304,10 @@ async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> 
     """Raise `UsageError` unless the tokens are those of an asset that is no passage."""
     spec, name = catalog.spec, catalog.namespace
     if catalog.passage is not None:
-        raise UsageError(f"{name.prompt[:12]}... is a passage, which is played as a part of a prompt")
+        raise UsageError(f"{name.prompt[:12]}... is a passage; play it as a part of a prompt")
     ours = await _digests(tokens, spec, salt)
     if len(tokens) != catalog.tokens or shared_groups(catalog, tokens, ours) < len(catalog.chunks):
-        raise UsageError(f"the tokens given are not those of {name.model}/{name.prompt}")
+        raise UsageError(f"the given tokens are not those of {name.model}/{name.prompt}")
 
 
 def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
@@ -353,7 +355,9 @@ def _checked(catalog: Catalog) -> Catalog:
     most = most_frame_bytes(catalog.spec)
     for track in catalog.tracks:
         if max(track.bytes) > most:
-            raise FormatError(f"catalog: a group of {track.name} with {max(track.bytes)} bytes, no cache needs {most}")
+            raise FormatError(
+                f"catalog: a group of {track.name} has {max(track.bytes)} bytes, more than a cache can need ({most})"
+            )
     return catalog
 
 

@@ -141,7 +141,7 @@ class MachineFile(Generic[V]):
                 return {}
             return self.loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
         except (FormatError, OSError) as error:
-            self.warn(f"{self.path}: {error}; it is ignored, and will be written anew")
+            self.warn(f"{self.path}: {error}; the file is ignored, and will be replaced")
             return {}
 
     def _set(self, key: str, value: V) -> None:
@@ -294,7 +294,7 @@ history_at = once(PeerHistory)
 def _record(plain: Any) -> PeerRecord:
     record = PeerRecord(**plain)
     if not record.sound():
-        raise FormatError("one of its records is implausible")
+        raise FormatError("a record is implausible")
     return record
 
 
@@ -507,7 +507,7 @@ def _known(sha256: str) -> Profile | None:
 def _name(catalog: Catalog) -> TrackNamespace:
     """Return the profile's namespace, checking its digest before it names a file."""
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:
-        raise FormatError(f"catalog: a profile of {catalog.profile_bytes} bytes, not 1 to {MAX_PROFILE_BYTES}")
+        raise FormatError(f"catalog: a profile must have 1 to {MAX_PROFILE_BYTES} bytes, got {catalog.profile_bytes}")
     return TrackNamespace(catalog.spec.model, catalog.profile)
 
 

@@ -53,7 +53,7 @@ class PlayOptions(PlayChoices):
     def __post_init__(self) -> None:
         PlayChoices.__post_init__(self)
         if self.selector != DEFAULT_SELECTOR and "exact" in load_selector(self.selector)().needs:
-            raise UsageError(f"selector {self.selector} needs the exact cache, which no play has: it is for benches")
+            raise UsageError(f"selector {self.selector} needs the exact cache, so it works only in benchmarks")
 
     def note(self, event: PlayEvent) -> None:
         """Log an event from outside the session."""

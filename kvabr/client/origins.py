@@ -90,6 +90,6 @@ def _store_url(url: str) -> str:
     plain = url.partition("#")[0]
     where, prompt = split_asset(plain)
     if prompt is not None:
-        raise UsageError(f"{where}: to play one asset, append it to the store's URL: {where}#kvcache:MODEL/{prompt}")
+        raise UsageError(f"{where}: the URL must name a store; to play one asset, give {where}#kvcache:MODEL/{prompt}")
     open_objects(plain)  # raises
     return plain

@@ -101,8 +101,8 @@ class PassagePrompt:
             raise UsageError("a prompt with passages needs an engine: it computes the text between them")
         if (options.mode or engine.mode) != "hole":
             raise UsageError(
-                "a prompt with passages needs an engine that can compute any group (mode 'hole'), as transformers "
-                "models do; vLLM's connector plays them (kv_transfer_params), those of SGLang and LMCache do not"
+                "a prompt with passages needs an engine that can compute any group (mode 'hole'), such as "
+                "transformers; in vLLM they are played with kv_transfer_params; SGLang and LMCache cannot play them"
             )
         try:
             check_movable(spec)
@@ -117,7 +117,8 @@ class PassagePrompt:
         context, length = getattr(engine, "context", None), len(prompt.tokens)
         if context is not None and length > context:
             raise UsageError(
-                f"the parts have {length:,} tokens in all, and {spec.model} sees {context:,}: leave some out"
+                f"the parts have {length:,} tokens in total, more than the context of {spec.model} ({context:,}): "
+                "leave some out"
             )
         _ = prompt.goal  # checks the share
         return prompt
@@ -157,15 +158,15 @@ def _question(
     last: Part, engine: Engine, options: PlayOptions, question: Sequence[int] | None, share: float | None
 ) -> tuple[int, ...]:
     if question is not None and not isinstance(question, Sized):
-        raise UsageError("the question is a sequence of token ids")
+        raise UsageError("the question must be a sequence of token ids")
     if question is not None and not len(question):
-        raise UsageError("the question is empty; leave it out to take the text that ends the prompt")
+        raise UsageError("the question is empty; leave it out to use the text at the end of the prompt")
     able = isinstance(engine, BlendEngine)
     if share:
         if options.after is not None:
-            raise UsageError("tokens that are computed again would be overwritten by upgrades: give share or after")
+            raise UsageError("upgrades would overwrite recomputed tokens: give share or after, not both")
         if not able:
-            raise UsageError("this engine cannot compute single tokens again; of transformers, `blend_engine` can")
+            raise UsageError("this engine cannot recompute single tokens; with transformers, use `blend_engine`")
         if question is None and not isinstance(last, Exact):
             raise UsageError("share needs a question: give a question, or end the prompt with one")
     if options.after is not None or share == 0 or not able:

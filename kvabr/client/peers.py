@@ -185,7 +185,7 @@ def _shapes(listed: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
     specs = [spec for spec in listed if model in (None, spec.model)]
     names = sorted({spec.model for spec in specs})
     if len(names) > 1:
-        raise UsageError(f"the origin has caches of several models: choose one with model=..., of {', '.join(names)}")
+        raise UsageError(f"the origin has caches of several models: give model=..., one of {', '.join(names)}")
     if len(specs) > _MAX_SHAPES:
         raise UsageError(
             f"the origin has caches of {names[0]} in {len(specs)} shapes: give the spec of one, model=KVSpec(...)"
@@ -320,7 +320,9 @@ class LinkShare(Estimator):
         try:
             self._inner.prime(prior)
         except Exception as error:
-            raise PolicyError(f"estimator {type(self._inner).__name__} raised {error!r} on what was known") from error
+            raise PolicyError(
+                f"estimator {type(self._inner).__name__} raised {error!r} when given the link's history"
+            ) from error
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         self.sampled, self._active_at = True, self._link.clock()

@@ -72,18 +72,18 @@ def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
     """
     if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
         raise UsageError(
-            f"a prompt is a sequence of token ids, not {type(tokens).__name__}; tokenize text first, and take `tokens` "
-            "of a file with them"
+            f"a prompt must be a sequence of token ids, got {type(tokens).__name__}; tokenize text first, or give the "
+            "`tokens` of a loaded file"
         )
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise UsageError(f"a prompt has one dimension; this one has the shape {tuple(shape)}")
+        raise UsageError(f"a prompt must have one dimension, got the shape {tuple(shape)}")
     if not len(tokens):
-        raise UsageError("a prompt has at least one token; this one is empty")
+        raise UsageError("a prompt must have at least 1 token, got 0")
     if engine is not None and isinstance(tokens, MediaTokens):
         raise UsageError(
-            "an engine computes from token ids alone, and some of these stand for media: play them with "
-            "PlayOptions(recompute=False), and have the model compute the rest"
+            "an engine computes from token ids alone, but some of these stand for media: play with "
+            "PlayOptions(recompute=False), and let the model compute the rest"
         )
 
 
@@ -193,9 +193,9 @@ async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, unc
 
 async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
     if catalog.profile is None:
-        return None, "it has none"
+        return None, "the asset has none"
     if not call.memory.profiles.has(catalog) and not pays(catalog):
-        return None, "fetching it does not pay"
+        return None, "fetching it does not pay off"
     try:
         async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
             return await call.memory.profiles.fetch(call.connection, catalog), ""
@@ -364,7 +364,8 @@ async def _run(
     options, ladder, connection, lookup_s = call.options, prepared.ladder, call.connection, call.clock.now()
     if options.device is not None and options.out is None and not coded:
         raise UsageError(
-            f"PlayOptions.device ({options.device}) is for what is expanded later; give `out` to play into a GPU"
+            f"PlayOptions.device ({options.device}) is only for a prefix that is expanded later; to play into a GPU, "
+            "give `out`"
         )
     warmed = _ready_device(call, prepared.profile)
     catalog = ladder.catalog

@@ -209,7 +209,7 @@ class PlayedPrefix:
     def kv(self) -> torch.Tensor:
         """The cache of a model with one layer class; raise `FormatError` if there are several."""
         if len(self.spec.parts) > 1:
-            raise FormatError(f"the cache has {len(self.spec.parts)} layer classes; take PlayedPrefix.parts")
+            raise FormatError(f"the cache has {len(self.spec.parts)} layer classes; use PlayedPrefix.parts")
         return self.parts[0]
 
 
@@ -265,7 +265,7 @@ def save(played: Played, path: str | os.PathLike[str]) -> None:
         facts["first"] = [span.first for span in played.spans]
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise AssetError(f"{path}: is not an ordinary file; name another")
+        raise AssetError(f"{path}: not a regular file; give another path")
     try:
         sweep(path.parent, path.name)
         with replacing(path, mode=PRIVATE) as file:

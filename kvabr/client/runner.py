@@ -97,7 +97,7 @@ class Admission:
             await asyncio.wait([turn], timeout=_WAIT_SHARE * deadline_s)
             waited_s = loop.time() - start_s
             if not turn.done():
-                raise self._refusal("late", f"no turn within {waited_s:.3g} of its {deadline_s:g} s")
+                raise self._refusal("late", f"it waited {waited_s:.3g} s of its deadline of {deadline_s:g} s")
             if not turn.result():
                 raise self._refusal("closed", "the client is closing")
         except asyncio.CancelledError:
@@ -112,7 +112,7 @@ class Admission:
     def _refusal(self, why: str, what: str) -> BusyError:
         self._metrics.refused_total.labels(why).inc()
         remedy = "compute this prompt instead, or try later"
-        return BusyError(f"{what}; a client runs {self._max_plays} at once: {remedy}")
+        return BusyError(f"{what}; a client runs {self._max_plays} plays at once: {remedy}")
 
     def _count(self, by: int) -> None:
         self._playing += by
@@ -204,7 +204,7 @@ _GUARD_SHARE, _MAX_GUARD_S = 0.02, 0.05
 def check_deadline(deadline_s: float) -> None:
     """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
     if not 0 < deadline_s < math.inf:
-        raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
+        raise UsageError(f"the deadline must be a positive number of seconds, got {deadline_s:g}")
 
 
 def guard_s(deadline_s: float) -> float:
@@ -411,7 +411,7 @@ class PlayRunner:
             if not closed.expired():
                 raise
             result = "aborted"
-            raise PlayError("the client was closed before the cache was there") from error
+            raise PlayError("the client was closed before the cache was in place") from error
         finally:
             if result:
                 self._metrics.plays_total.labels("hint" if hint else result).inc()

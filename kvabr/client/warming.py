@@ -118,7 +118,7 @@ def warm_in_background(
                 if speeds is not None and speeds.lacks(catalog := sample_catalog(profile), device):
                     speeds.measure(catalog, profile, device)
         except Exception as error:  # noqa: BLE001  # plays report it
-            _log.warning("kvabr: the GPU's kernels were not tried before they are needed (%s)", error)
+            _log.warning("kvabr: the GPU kernels could not be tested in advance (%s)", error)
         finally:
             begun.set()
 

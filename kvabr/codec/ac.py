@@ -576,7 +576,9 @@ class ParsedPayload:
     def finer(self, fine: memoryview, layer: int) -> ParsedPayload:
         """Return a base's payload with the fine parts of a layer added; raise `FormatError` if they do not fit."""
         if self.near is None or len(self.near.fine) != layer - 1:
-            raise FormatError(f"{LAYERS[layer]}: adds to numbers that are not below; the payload is corrupt")
+            raise FormatError(
+                f"{LAYERS[layer]}: refines stored tokens that the layer below does not have; the payload is corrupt"
+            )
         near, values = self.near, self.values.clone()
         near = near._replace(fine=(*near.fine, split_fine(fine, near.coarse.shape, LAYERS[layer])))
         values[near.which] = near.values
@@ -698,7 +700,7 @@ def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, 
     listed = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
     biased, listed = bool(listed & _HAS_BIASES), listed & ~_HAS_BIASES
     if listed > context.tokens - sinks:
-        raise FormatError(f"{what}: {listed} listed tokens in a group of {context.tokens}; the payload is corrupt")
+        raise FormatError(f"{what}: lists {listed} tokens, but the group has {context.tokens}; the payload is corrupt")
     offsets = np.frombuffer(reader.bytes(4 * listed), dtype="<u4").astype(np.int64)
     tokens = np.concatenate([np.arange(sinks), offsets % _FP16_FLAG])
     far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FP16_FLAG]))
@@ -724,7 +726,9 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
         scale = finite(reader.tensor(torch.float16, shape), what).float()
         if math.prod(full) >= MIN_NUMBERS:
             if not parted or track_below(what) is not None:
-                raise FormatError(f"{what}: so many numbers without parts; the payload is corrupt")
+                raise FormatError(
+                    f"{what}: the stored tokens are not split into coarse and fine parts; the payload is corrupt"
+                )
             parted = False
             size = coarse_size(reader.bytes(_COUNT.size))
             coarse = split_coarse(reader.bytes(size), scale.numel(), heads * dim, what).reshape(full)
@@ -736,7 +740,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
             values[~far] = _scaled(reader.tensor(torch.int8, full), scale)
         values[far] = finite(reader.tensor(torch.float16, (count, *values.shape[1:])), what).float()
     if parted:
-        raise FormatError(f"{what}: parts of few numbers; the payload is corrupt")
+        raise FormatError(f"{what}: too few stored tokens to be split into parts; the payload is corrupt")
     biases = None
     if biased:
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
@@ -744,5 +748,5 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
         biases = split_biases(reader.bytes(size), of_values, what)
     coded = reader.rest()
     if has_streams(coded) != streamed:
-        raise FormatError(f"{what}: streams that it does not announce, or the reverse; the payload is corrupt")
+        raise FormatError(f"{what}: the flag for several streams is wrong; the payload is corrupt")
     return ParsedPayload(tokens, listed, values, coded, references, biases, near, fine)

@@ -122,9 +122,7 @@ def codec(name: str) -> Codec:
         return _builtin(name)
     if (found := _plugins().get(name)) is not None:
         return found
-    raise FormatError(
-        f"no codec for track {name!r}{did_you_mean(name, names())}; known codecs are {', '.join(names())}"
-    )
+    raise FormatError(f"no codec for track {name!r}{did_you_mean(name, names())}; choose from {', '.join(names())}")
 
 
 def names() -> tuple[str, ...]:

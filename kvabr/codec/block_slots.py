@@ -100,7 +100,10 @@ class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it 
         made = super().__new__(cls, map(tuple, layers))
         kinds = {(view.shape, view.dtype, view.device) for layer in made for view in layer}
         if len(kinds) != 1 or made[0][0].dim() != 4 or len(set(map(len, made))) != 1:
-            raise FormatError("the layers of a paged cache must be alike views [block, head, token, dim]")
+            raise FormatError(
+                "the layers of a paged cache must be views [block, head, token, dim] of the same shape, dtype and "
+                "device"
+            )
         return made
 
     @classmethod
@@ -143,7 +146,7 @@ class BlockSlots:
         slots = np.asarray(self.slots, np.int64)
         used = slots[slots >= 0]
         if slots.ndim != 1 or (bool((np.diff(used) <= 0).any()) and len(np.unique(used)) != len(used)):
-            raise FormatError("slots of a paged cache must be distinct; two tokens have the same")
+            raise FormatError("slots of a paged cache must be distinct, but two tokens have the same one")
         if len(used) and int(used.max()) >= first.shape[0] * first.shape[2]:
             raise FormatError(f"slots must be below {first.shape[0]} x {first.shape[2]}, got {int(used.max())}")
         object.__setattr__(self, "slots", slots)

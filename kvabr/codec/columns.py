@@ -43,8 +43,8 @@ def check_class(spec: KVSpec, track: str) -> None:
     """Raise `FormatError` with the usable tracks if the spec does not have AC tracks (`has_ac`)."""
     if not has_ac(spec):
         raise FormatError(
-            f"{track}: there is no AC for the states of {spec.model} ({spec.summary}), whose columns are too long; "
-            "FP16, BF16, FP8, Int8, FP4 and Int4 work"
+            f"{track}: AC cannot code the states of {spec.model} ({spec.summary}): their columns are too long; use "
+            "FP16, BF16, FP8, Int8, FP4 or Int4"
         )
 
 

@@ -121,7 +121,7 @@ def unpack(
 
 def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
     if len(view) < _FIXED.size + _CRC.size:
-        raise FormatError(f"frame: {len(view)} bytes are too few for a header; it was truncated")
+        raise FormatError(f"frame: {len(view)} bytes are too few for a header; truncated")
     magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
     if magic != MAGIC:
         raise FormatError(f"frame: starts with {bytes(magic)!r} instead of {MAGIC!r}; this is not a kvabr group")
@@ -154,7 +154,7 @@ def _compare(header: FrameHeader, expect: FrameHeader) -> None:
         got, want = getattr(header, field), getattr(expect, field)
         if got != want:
             raise ForeignError(
-                f"frame: its {what} must be {_show(want)}, got {_show(got)}; it belongs to something else"
+                f"frame: its {what} must be {_show(want)}, got {_show(got)}; it belongs to another cache"
             )
 
 

@@ -113,10 +113,10 @@ class FitConfig:
     def __post_init__(self) -> None:
         # Check first, as calibration takes minutes.
         if not 0 <= self.sinks <= MAX_SINKS:
-            raise UsageError(f"a profile stores 0 to {MAX_SINKS} sinks separately, not {self.sinks}")
+            raise UsageError(f"sinks must be 0 to {MAX_SINKS}, got {self.sinks}")
         if not all(0 < step <= MAX_STEP for step in self.steps.values()):
             steps = ", ".join(f"{step:g}" for step in self.steps.values())
-            raise UsageError(f"steps are {steps}: each must be above 0 and at most {MAX_STEP:g}")
+            raise UsageError(f"steps must be more than 0 and at most {MAX_STEP:g}, got {steps}")
 
     def scaled(self, factor: float) -> FitConfig:
         """Return a copy with all steps multiplied by a factor."""
@@ -232,7 +232,7 @@ class _Source:
     def _check(self, cache: torch.Tensor) -> None:
         good = cache.dim() == 5 and tuple(cache.shape) == self.spec.shape(cache.shape[3])
         if not good or (self.spec.only.kind == "state" and cache.shape[3] % self.spec.rows):
-            raise FormatError(f"calibration: a cache of shape {tuple(cache.shape)} is not one of {self.spec.model}")
+            raise FormatError(f"calibration: a cache of shape {tuple(cache.shape)} does not fit {self.spec.model}")
 
     def bare(self, cache: torch.Tensor) -> torch.Tensor:
         if is_quantised(cache.dtype):

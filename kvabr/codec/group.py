@@ -47,8 +47,7 @@ def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
     part = "vectors" if spec.only.halves == 1 else ("keys", "values")[half]
     raise NotFiniteError(
         f"{spec.model}: the {part} of layer {number} are NaN or infinite between tokens {first} and {last}; the "
-        "prefill went wrong, and its cache is not published. Check the model, or compute it in another element type "
-        "(bfloat16)",
+        "prefill failed, so its cache is not published: check the model, or use another element type (bfloat16)",
         layer=number,
         half=part,
         first=first,
@@ -65,8 +64,8 @@ def check_holds(track: str, spec: KVSpec, magnitude: float) -> None:
     """Raise `FormatError` if this magnitude is too large for a track, see `holds`."""
     if not holds(track, spec, magnitude):
         raise FormatError(
-            f"{spec.model}: a number of the cache has the magnitude {magnitude:g}, track {track} ends at "
-            f"{codec(track).largest(spec):g}; BF16 and {spec.dtype} Raw keep such numbers"
+            f"{spec.model}: the cache has a number of magnitude {magnitude:g}, but track {track} ends at "
+            f"{codec(track).largest(spec):g}; use BF16 or Raw ({spec.dtype})"
         )
 
 

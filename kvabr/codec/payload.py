@@ -29,13 +29,13 @@ class PayloadReader:
         if len(self._payload) != size:
             there = len(self._payload)
             raise FormatError(
-                f"{self._what}: {there} bytes of payload instead of {size}; truncated, or another version"
+                f"{self._what}: {there} bytes of payload, expected {size}; truncated, or of another version"
             )
 
     def bytes(self, size: int) -> memoryview:
         """Return the next ``size`` bytes."""
         if size < 0 or self._at + size > len(self._payload):
-            raise FormatError(f"{self._what}: {len(self._payload)} bytes of payload are too few; it was truncated")
+            raise FormatError(f"{self._what}: {len(self._payload)} bytes of payload are too few; truncated")
         piece = self._payload[self._at : self._at + size]
         self._at += size
         return piece

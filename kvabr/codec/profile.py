@@ -88,8 +88,8 @@ class Profile(ABC):
         """Raise `ForeignError` if the profile does not fit caches of this spec; ignore the group size."""
         if spec is not self.spec and not spec.same_cache(self.spec):
             raise ForeignError(
-                f"this profile was calibrated for {self.spec.title}, the cache is of {spec.title}; "
-                "use that model's profile, or make one with `kvabr calibrate`"
+                f"this profile was calibrated for {self.spec.title}, but the cache is of {spec.title}; use that "
+                "model's profile, or make one with `kvabr calibrate`"
             )
 
     @cached_property
@@ -343,7 +343,7 @@ def _depth_facts(depth: Depth) -> dict[str, Any]:
 def _number(value: Any, top: float) -> float:
     number = float(value)
     if not 0 < number <= top:
-        raise FormatError(f"profile: a number must be above 0 and at most {top}, got {value!r}")
+        raise FormatError(f"profile: a number must be more than 0 and at most {top}, got {value!r}")
     return number
 
 

@@ -37,12 +37,12 @@ def nested(steps: Mapping[str, float]) -> dict[str, str | None]:
     order = [track for track in (*LAYERS, SINGLE) if track in steps]
     if not order or len(order) != len(steps):
         raise FormatError(
-            f"profile: unknown depth in {', '.join(map(str, steps))}; known are {', '.join((*LAYERS, SINGLE))}"
+            f"profile: depths must be some of {', '.join((*LAYERS, SINGLE))}, got {', '.join(map(str, steps))}"
         )
     out = {track: below(track) for track in order}
     for track, lower in out.items():
         if lower is not None and (lower not in steps or abs(steps[lower] / steps[track] - RATIO) > 1e-6):
-            raise FormatError(f"profile: the step of {track} is not a third of that of {lower}")
+            raise FormatError(f"profile: the step of {track} must be a third of that of {lower}")
     return out
 
 

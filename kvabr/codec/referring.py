@@ -103,5 +103,5 @@ def checked_refers(payload: bytes | memoryview, track: str, tokens: int) -> bool
     """Return True if an untrusted payload has references; raise `FormatError` if its group is too small for them."""
     refers = payload[: len(MARK)] == MARK
     if refers and not tiles(tokens):
-        raise FormatError(f"{track}: references in a group of {tokens} tokens; the payload is corrupt")
+        raise FormatError(f"{track}: a group of {tokens} tokens is too small for references; the payload is corrupt")
     return refers

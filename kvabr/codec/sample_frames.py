@@ -40,7 +40,7 @@ class SampleFrames:
     def frame(self, track: str) -> bytes:
         """Return the frame on a track; raise `FormatError` for codecs that are not built in."""
         if track not in BUILTIN:
-            raise FormatError(f"{track} is no built-in track, so there is no sample of it")
+            raise FormatError(f"{track} is not a built-in track, so there is no sample of it")
         context = self.context
         if track not in (*LAYERS, SINGLE):
             shape = context.spec.shape(context.tokens)

@@ -26,7 +26,7 @@ def decoder_threads() -> int:
     if not wanted:
         return max(1, len(os.sched_getaffinity(0)))
     if not wanted.isdecimal() or not 1 <= int(wanted) <= _MAX_THREADS:
-        raise UsageError(f"{VARIABLE} is {wanted!r}; give 1 to {_MAX_THREADS} threads that decode, or unset it")
+        raise UsageError(f"{VARIABLE} must be 1 to {_MAX_THREADS} decoder threads, got {wanted!r}; correct or unset it")
     return int(wanted)
 
 

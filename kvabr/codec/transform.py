@@ -65,7 +65,7 @@ def checked(name: str, array: object, dtype: type[np.generic], *shape: int) -> N
     found = (array.dtype, array.shape) if isinstance(array, np.ndarray) else (type(array), ())
     good = found[0] == dtype and len(found[1]) == len(shape)
     good = good and all(wanted in (-1, size) for wanted, size in zip(shape, found[1], strict=True))
-    need(good, f"{name} is {found[0]} {found[1]}, must be {np.dtype(dtype).name} {shape}")
+    need(good, f"{name} must be {np.dtype(dtype).name} {shape}, got {found[0]} {found[1]}")
     copy = np.array(array, order="C")
     copy.flags.writeable = False
     return copy
@@ -106,17 +106,21 @@ class Structure:
     def __post_init__(self) -> None:
         spec, heads = self.coded, self.block_heads
         whole = type(heads) is int and heads > 0 and spec.kv_heads % heads == 0
-        need(whole, f"blocks of {heads!r} heads do not divide the {spec.kv_heads} of a layer")
-        need(self.dim <= MAX_DIM, f"{self.dim} channels of a head, at most {MAX_DIM} are allowed")
-        need(self.width <= MAX_WIDTH, f"blocks of {self.width} channels, at most {MAX_WIDTH} are allowed")
-        need(self.rows <= MAX_ROWS, f"{self.rows} coefficients per token, at most {MAX_ROWS} are allowed")
+        need(whole, f"blocks of {heads!r} heads do not divide the {spec.kv_heads} heads of a layer")
+        need(self.dim <= MAX_DIM, f"channels per head must be at most {MAX_DIM}, got {self.dim}")
+        need(self.width <= MAX_WIDTH, f"channels per block must be at most {MAX_WIDTH}, got {self.width}")
+        need(self.rows <= MAX_ROWS, f"coefficients per token must be at most {MAX_ROWS}, got {self.rows}")
         seen: set[tuple[int, int]] = set()
         for stack in self.stacks:
             whole = type(stack.first) is int and type(stack.last) is int and stack.kind in range(self.halves)
             good = whole and 0 <= stack.first < stack.last <= spec.layers
-            need(good, f"a stack of layers {stack.first!r} to {stack.last!r} of {spec.layers}, kind {stack.kind!r}")
+            need(
+                good,
+                f"a stack has invalid layers {stack.first!r} to {stack.last!r} of {spec.layers}, or the invalid kind "
+                f"{stack.kind!r}",
+            )
             good = type(stack.kept) is int and 0 <= stack.kept <= self.width and stack.kept % 2 == 0
-            need(good, f"{stack.kept!r} components kept of {self.width}, must be an even number")
+            need(good, f"components kept must be an even number up to {self.width}, got {stack.kept!r}")
             need(self.width_of(stack) <= MAX_STACK, f"a stack has more than {MAX_STACK} coefficients")
             parts = {(layer, stack.kind) for layer in stack.layers}
             need(not seen & parts, "a layer's keys or values are in two stacks")
@@ -195,7 +199,9 @@ class Structure:
         """Parse untrusted `to_json`, or raise `FormatError`."""
         try:
             listed = value["stacks"]
-            need(isinstance(listed, list) and len(listed) <= 2 * spec.layers, f"not 1 to {2 * spec.layers} stacks")
+            need(
+                isinstance(listed, list) and len(listed) <= 2 * spec.layers, f"must have 1 to {2 * spec.layers} stacks"
+            )
             stacks = [Stack(("k", "v").index(kind), first, last, kept) for kind, first, last, kept in listed]
             return cls(spec, value["block_heads"], tuple(stacks))
         except (TypeError, KeyError, ValueError) as error:
@@ -278,8 +284,8 @@ class Quiet:
     """A token is quiet if its distance, divided by `usual` and averaged over layers, is below this."""
 
     def __post_init__(self) -> None:
-        need(bool(((self.usual > 0) & np.isfinite(self.usual)).all()), "a usual distance of values is not positive")
-        need(0 < self.threshold < 1, f"a threshold of {self.threshold!r} for quiet values")
+        need(bool(((self.usual > 0) & np.isfinite(self.usual)).all()), "usual distances of values must be positive")
+        need(0 < self.threshold < 1, f"the threshold for quiet values must be between 0 and 1, got {self.threshold!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +312,7 @@ class Transform:
     def __post_init__(self) -> None:
         structure, shape = self.structure, self.structure.coded.shape(1)
         blocks, width = structure.blocks, structure.width
-        need(len(self.stack) == len(structure.stacks), f"{len(self.stack)} matrices of {len(structure.stacks)} stacks")
+        need(len(self.stack) == len(structure.stacks), f"{len(self.stack)} matrices for {len(structure.stacks)} stacks")
         sizes = enumerate(map(structure.width_of, structure.stacks))
         stack = tuple(_checked(f"stack.{index}", self.stack[index], size, size) for index, size in sizes)
         object.__setattr__(self, "stack", stack)
@@ -316,16 +322,18 @@ class Transform:
         keep(self, "norm", np.float32, *shape[:2])
         keep(self, "spread", np.float32, shape[0])
         if self.quiet is not None:
-            need(structure.halves == 2, "quiet values, where values are not apart from keys")
+            need(structure.halves == 2, "quiet values need a transform with separate keys and values")
             object.__setattr__(
                 self, "quiet", replace(self.quiet, usual=checked("quiet", self.quiet.usual, np.float32, shape[0]))
             )
         # A norm above FP16's largest number would make all elements look the same.
-        need(bool(np.isfinite(self.mean).all()), "a mean is not finite")
-        need(bool(((self.norm > 0) & (self.norm <= FP16_MAX)).all()), f"a norm is not in (0, {FP16_MAX}]")
-        need(bool(((self.spread > 0) & np.isfinite(self.spread)).all()), "a spread is not positive")
+        need(bool(np.isfinite(self.mean).all()), "means must be finite")
+        need(
+            bool(((self.norm > 0) & (self.norm <= FP16_MAX)).all()), f"norms must be more than 0 and at most {FP16_MAX}"
+        )
+        need(bool(((self.spread > 0) & np.isfinite(self.spread)).all()), "spreads must be positive")
         entries = sum(each.mantissa.size for each in (*self.stack, self.block or NO_MATRIX))
-        need(entries <= _MAX_ENTRIES, f"{entries} numbers of transforms, at most {_MAX_ENTRIES}")
+        need(entries <= _MAX_ENTRIES, f"transforms must have at most {_MAX_ENTRIES} numbers, got {entries}")
 
     def scaled(self, factors: Sequence[float]) -> Transform:
         """Return a transform with larger units of coefficients: a factor for keys, and one for values if separate."""
@@ -337,12 +345,15 @@ class Transform:
 
         ``gains`` are factors of decoded elements around their mean, by stack; empty: all 1.
         """
-        need(0 < step < 2.0**20, f"a step of {step!r}")
+        need(0 < step < 2.0**20, f"steps must be more than 0 and less than 2**20, got {step!r}")
         scale = self.norm.astype(np.float64) * step / (FINE * ONE)
         if gains:
             stacks = self.structure.stacks
-            need(len(gains) == len(stacks), f"{len(gains)} gains of {len(stacks)} stacks")
-            need(all(MIN_GAIN <= gain <= MAX_GAIN for gain in gains), f"a gain of {max(gains, key=abs)!r}")
+            need(len(gains) == len(stacks), f"{len(gains)} gains for {len(stacks)} stacks")
+            need(
+                all(MIN_GAIN <= gain <= MAX_GAIN for gain in gains),
+                f"gains must be {MIN_GAIN} to {MAX_GAIN}, got {max(gains, key=abs)!r}",
+            )
             for stack, gain in zip(stacks, gains, strict=True):
                 scale[stack.first : stack.last, stack.kind] *= gain
         return scale.astype(np.float32)

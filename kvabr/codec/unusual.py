@@ -122,7 +122,7 @@ def read_chain(tracks: Sequence[str], payloads: Sequence[bytes | memoryview]) ->
     for place, (track, payload) in enumerate(zip(tracks[1:], above, strict=True), start=1):
         nothing = _is_nothing(payload)
         if not nothing and (full or place < inside or is_unusual(payload)):
-            raise FormatError(f"{track}: a layer above one that has none; the payload is corrupt")
+            raise FormatError(f"{track}: has data, but a layer below it has none; the payload is corrupt")
         full |= nothing and place >= inside
         if not nothing:
             own.append(payload)
@@ -136,12 +136,12 @@ def _is_nothing(payload: memoryview) -> bool:
 def _other(track: str, payload: memoryview) -> tuple[str, memoryview]:
     code = payload[_NUMBER.size] if is_unusual(payload) and len(payload) > _NUMBER.size else len(OTHERS)
     if code >= len(OTHERS) or _NUMBER.unpack_from(payload)[0] != OTHER:
-        raise FormatError(f"{track}: a payload of another codec that no encoder writes; the payload is corrupt")
+        raise FormatError(f"{track}: names an unknown codec; the payload is corrupt")
     return OTHERS[code], payload[_CODE.size :]
 
 
 def _parts(track: str, base: memoryview) -> list[memoryview]:
-    bad = FormatError(f"{track}: layers in one that no encoder writes; the payload is corrupt")
+    bad = FormatError(f"{track}: combines layers in an invalid way; the payload is corrupt")
     count = base[_NUMBER.size] + 1 if len(base) > _NUMBER.size else 0
     begin = _CODE.size + _NUMBER.size * count
     if (

@@ -82,7 +82,7 @@ def adapters() -> dict[str, Adapter]:
         except Exception as error:  # importing another package may raise anything
             raise UsageError(f"the engine {entry.name!r} of an installed package cannot be loaded: {error}") from error
         if not isinstance(loaded, Adapter):
-            raise UsageError(f"the entry point {entry.name!r} of kvabr.engines is not an Adapter, but {loaded!r}")
+            raise UsageError(f"the entry point {entry.name!r} of kvabr.engines must be an Adapter, got {loaded!r}")
         found.setdefault(loaded.name, loaded)
     return found
 
@@ -113,4 +113,4 @@ def require(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ModelError(f"transformers models need {module} ({error}); {MODEL} ({WHERE})") from error
+        raise ModelError(f"transformers models need {module} ({error}); install it with: {MODEL} ({WHERE})") from error

@@ -132,7 +132,7 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
     if not isinstance(profile, ClassProfile) or theirs.changed(dtype=mine.dtype).classes != mine.classes:
         if not chosen:
             return None
-        raise ForeignError(f"{settings.profile}: calibrated for {theirs.summary}, the cache has {spec.summary}")
+        raise ForeignError(f"{settings.profile}: calibrated for {theirs.summary}, but the cache has {spec.summary}")
     structure = replace(profile.transform.structure, spec=mine)
     return replace(profile, spec=mine, transform=replace(profile.transform, structure=structure))
 
@@ -347,10 +347,10 @@ class ChunkStore:
         if positions is None or (positions and at is None) or at in positions:
             return found
         if not positions:
-            self.trouble.warn("a cache is not used", "its key stands for several positions in prompts")
+            self.trouble.warn("a cache is not used", "its key occurs at several positions of prompts")
             return None
         wanted = positions[0] if len(positions) == 1 else f"one of {positions[0]}, {positions[0] + positions.step}, ..."
-        self.trouble.warn("the origin's cache has another position", f"token {at} of a prompt instead of {wanted}")
+        self.trouble.warn("the origin's cache has another position", f"token {at} of a prompt, expected {wanted}")
         return None
 
     async def _request(self, text: str) -> Found | None:
@@ -364,7 +364,7 @@ class ChunkStore:
             self._pause.answered()
             return None
         except TransportError as error:
-            self._failed(began_s, "the origin cannot be asked", error)
+            self._failed(began_s, "the origin does not answer lookups", error)
             return None
         except KvabrError as error:
             self.trouble.warn("the origin's answer cannot be used", error)
@@ -380,7 +380,7 @@ class ChunkStore:
         if not _alike(catalog.spec, self.spec, any_heads=self._any_heads):
             why = f"{catalog.spec}; this engine's {self.spec}"
         elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
-            why = f"{catalog.tokens} tokens instead of {self._min_tokens} to {self._max_tokens}"
+            why = f"{catalog.tokens} tokens, expected {self._min_tokens} to {self._max_tokens}"
         else:
             return True
         self.trouble.warn("the origin's caches are of another kind", why)
@@ -435,7 +435,7 @@ class ChunkStore:
                 self.trouble.warn("a cache could not be fetched", error)
             return None
         if played.loss > settings.keep_loss:
-            why = f"the engine would keep it, and it is expected to lose {played.loss:.3g} nats per token (keep_loss)"
+            why = f"its expected loss is {played.loss:.3g} nats per token, more than keep_loss"
             self.trouble.warn("a cache is not used", why)
             return None
         return played if text == self._text(key) else None

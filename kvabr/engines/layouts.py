@@ -32,17 +32,15 @@ def keys_and_values(
     contiguous or its keys and values have different dimensions.
     """
     if cache.dim() != 4 or (k_dim is None and cache.shape[-1] % 2):
-        raise FormatError(f"a paged cache is [block, head, token, 2 x dim], this one is {tuple(cache.shape)}")
+        raise FormatError(f"a paged cache must be [block, head, token, 2 x dim], got {tuple(cache.shape)}")
     blocks, heads, tokens, both = cache.shape
     dim = both // 2 if k_dim is None else k_dim
     if layout is BlockLayout.PLAIN:
         return cache[..., :dim], cache[..., dim:]
     if 2 * dim != both:
-        raise FormatError(f"a transposed cache has keys and values alike, not {dim} and {both - dim} dimensions")
+        raise FormatError(f"keys and values of a transposed cache must have the same size, got {dim} and {both - dim}")
     if cache.stride()[1:] != (tokens * both, both, 1):
-        raise FormatError(
-            f"a transposed cache must be contiguous within a block, this one has strides {cache.stride()}"
-        )
+        raise FormatError(f"a transposed cache must be contiguous within a block, got the strides {cache.stride()}")
     step = cache.stride(0)
     first = cache.storage_offset()
     keys = cache.as_strided((blocks, heads, tokens, dim), (step, tokens * both, 1, tokens), first)
@@ -63,7 +61,7 @@ def block_layers(
     if k_dim == v_dim:
         return BlockLayers([keys_and_values(cache, layout, k_dim) for cache in caches])
     if layout is not BlockLayout.PLAIN and v_dim:
-        raise FormatError(f"a transposed cache has keys and values alike, not {k_dim} and {v_dim} dimensions")
+        raise FormatError(f"keys and values of a transposed cache must have the same size, got {k_dim} and {v_dim}")
     return BlockLayers([(cache,) for cache in caches])
 
 
@@ -74,7 +72,7 @@ def head_shard(heads: int, rank: int, ranks: int) -> range:
     number divides the other.
     """
     if not 0 <= rank < ranks:
-        raise UsageError(f"there is no rank {rank} among {ranks} tensor-parallel ranks")
+        raise UsageError(f"rank must be 0 or more and less than the {ranks} tensor-parallel ranks, got {rank}")
     if heads % ranks and ranks % heads:
         raise UsageError(f"{heads} KV heads cannot be spread over {ranks} tensor-parallel ranks")
     each = max(1, heads // ranks)
@@ -92,6 +90,6 @@ def check_block_size(block: int, group: int) -> None:
     if block <= 0 or (block % group and group % block):
         fitting = ", ".join(str(size) for size in (16, 32, 64, 128, 256) if not (size % group and group % size))
         raise UsageError(
-            f"blocks of {block} tokens and groups of {group} do not fit each other: one must be a multiple of the "
-            f"other; start the engine with another block size, such as {fitting or group}"
+            f"blocks of {block} tokens and groups of {group} tokens do not match: one must be a multiple of the other; "
+            f"start the engine with another block size, such as {fitting or group}"
         )

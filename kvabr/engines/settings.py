@@ -110,7 +110,7 @@ class SettingsTable(BaseModel):
     )
 
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "token": "engines log their settings, so set KVABR_TOKEN in the environment, or token_file"
+        "token": "engines log their settings, so set KVABR_TOKEN in the environment, or set token_file"
     }
     """Keys that the adapter refuses, and why."""
 
@@ -140,8 +140,8 @@ class SettingsTable(BaseModel):
             if key in cls.elsewhere:
                 return f"unknown key {key!r}: {cls.elsewhere[key]}"
             close = difflib.get_close_matches(key, cls.keys(), n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.keys())}"
-            return f"there is no key {key!r}; {hint}"
+            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(cls.keys())}"
+            return f"unknown key {key!r}; {hint}"
         cause = error.get("ctx", {}).get("error")
         why = str(cause) if cause is not None else error["msg"].replace("Input should", "it must", 1)
         return f"{key} is {error['input']!r}: {why}"
@@ -228,7 +228,7 @@ class EngineSettings(SettingsTable):
         if isinstance(given.get("peer"), PeerOptions):
             return given
         if "peer" in given:
-            raise UsageError(f"unknown key 'peer'; use {', '.join(PEER_KEYS)}")
+            raise UsageError(f"unknown key 'peer'; choose from {', '.join(PEER_KEYS)}")
         peer = {
             key: _path(value) if PEER_KEYS[key].kind is Path else value
             for key, value in given.items()
@@ -258,7 +258,7 @@ class EngineSettings(SettingsTable):
     @classmethod
     def _check_sources(cls, sources: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if sources and info.data.get("url") is None:
-            raise ValueError("further sources need a first one, url")
+            raise ValueError("sources need a first origin, url")
         return sources
 
     def grouped(self, spec: KVSpec) -> KVSpec:

@@ -81,7 +81,7 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
                 known |= _hashed(folder, todo, progress or _LogProgress(folder))
                 if changed := sorted({*found.items()} ^ {*_versions(folder).items()}):
                     path = folder / changed[0][0]
-                    raise ModelError(f"{path}: changes while it is read; load the model when it is complete")
+                    raise ModelError(f"{path}: has changed while it was read; load the model when the file is complete")
                 _keep(folder, found, known)
     digest = hashlib.sha256(_SCHEMA.encode())
     for name in sorted(found):
@@ -149,7 +149,7 @@ def _versions(folder: Path) -> dict[str, FileVersion]:
             path = folder / name
             version = FileVersion.of(path)
             if version is None:
-                raise ModelError(f"{path}: cannot be read; is it a link to nowhere?")
+                raise ModelError(f"{path}: cannot be read; is it a broken link?")
             if path.is_file():
                 found[name] = version
     return found

@@ -378,7 +378,7 @@ def _name_bytes(message: Message) -> int:
 
 def _read_flag(reader: Reader, _draft: Draft) -> bool:
     if (value := reader.u8()) > 1:
-        raise SessionFault(f"flag of {value}; it must be 0 or 1")
+        raise SessionFault(f"flag must be 0 or 1, got {value}")
     return bool(value)
 
 

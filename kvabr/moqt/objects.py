@@ -310,7 +310,7 @@ class ObjectParser:
         number = header.varint() if flags & 0x04 else None
         priority = header.u8() if flags & 0x10 else self._prior_priority
         if priority is None:
-            raise SessionFault("first object of a FETCH without a priority")
+            raise SessionFault("first object of a FETCH has no priority")
         properties = self._properties(header) if flags & 0x20 else ()
         size = header.varint()
         location = self._location(group, number)

@@ -74,7 +74,7 @@ class MoqtSession:
         Raise ValueError if a subscription to the track is open.
         """
         if self.requester.subscribed(namespace, track):
-            raise ValueError("a subscription to that track is open")
+            raise ValueError("a subscription to that track is already open")
         number = self._channel.take_id()
         self.requester.request(m.Subscribe(number, namespace, track, parameters))
         return number

@@ -54,7 +54,7 @@ class Tensors:
         elif len(shapes) > 1:
             raise UsageError(f"a cache of several layer classes ({', '.join(spec.names)}) is not one tensor")
         elif tuple(out.shape) != shapes[0] or not out.dtype.is_floating_point:
-            raise UsageError(f"`out` is {tuple(out.shape)} {out.dtype}, expected floats of {shapes[0]}")
+            raise UsageError(f"`out` must be floats of {shapes[0]}, got {tuple(out.shape)} {out.dtype}")
         else:
             self.parts = (out,)
         for made, part in zip(self.parts, spec.parts, strict=True):
@@ -162,7 +162,7 @@ class Assembler:
         if profile is not None:
             profile.check(catalog.spec)
         if not catalog.every_token and catalog.chosen is None:
-            raise UsageError(f"{catalog.spec.model}: the catalog has groups that no play needs; pass its to_play")
+            raise UsageError(f"{catalog.spec.model}: the catalog has groups that no play needs; give catalog.to_play")
         self._catalog, self._profile = catalog, profile
         if dtype is not None:
             for part in catalog.spec.parts:
@@ -342,7 +342,7 @@ class Assembler:
         """
         catalog = self._catalog
         if catalog.first_token:
-            raise UsageError(f"the KV of the first {catalog.first_token} tokens is not in this cache")
+            raise UsageError(f"this cache does not have the KV of the first {catalog.first_token} tokens")
         if group < catalog.groups and catalog.cut(group) != group:
             raise UsageError(
                 f"an engine cannot compute from group {group} on: it needs groups that this play leaves out"
@@ -369,7 +369,7 @@ class Assembler:
             UsageError: the cache is not in use, or was taken without upgrades.
         """
         if not self._taken or not self._open:
-            raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
+            raise UsageError("upgrades need a cache from take(upgrades=True) that is not sealed yet")
         offer, place = self._catalog.track(track), self._place(group)
         ready = torch.empty(self._shape(group), dtype=place.dtype, device=place.device)
         layers = (*below, Layer(track, frame, has_digest))
@@ -518,9 +518,7 @@ class Assembler:
     @property
     def _tensors(self) -> Tensors:
         if not isinstance(self._to, Tensors):
-            raise UsageError(
-                "this cache is not in tensors, so an engine can only compute on it after it is handed over"
-            )
+            raise UsageError("this cache is not decoded yet, so an engine can compute on it only after its delivery")
         return self._to
 
     def _place(self, group: int) -> Place:

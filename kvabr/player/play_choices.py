@@ -40,9 +40,10 @@ class PlayChoices:
     """If no part of a prompt is cached, seconds to wait for a producer to start. They count against the deadline; an
     engine does not wait beyond its latest start."""
     max_loss: Annotated[float | None, Ge(0), Shown("--max-loss NATS")] = None
-    """Maximum expected loss, nats per generated token (default: any, and 0.5 for a prompt in parts). To stay below it,
-    a play computes more, cuts the prefix or misses the deadline. inf also joins passages without a measured fusion
-    loss."""
+    """Maximum expected loss, nats per generated token (default: unlimited, or 0.5 for a prompt in parts). To stay below
+    it, a play computes more, cuts the prefix or misses the deadline. inf also joins passages without a measured fusion
+    loss.
+    """
     selector: str = DEFAULT_SELECTOR
     """Chooses the tokens of passages that are computed again: a name that `kvabr selectors` lists, or
     ``FILE.py:CLASS``."""
@@ -50,11 +51,13 @@ class PlayChoices:
     """Tokens that the engine will compute after the prompt, such as a question's: losses apply after them, and the
     same call may compute the last tokens of the cache."""
     tail: Annotated[int | None, Ge(0), Le(MAX_TAIL), Shown("--tail N")] = None
-    """Maximum tokens at the end of the cache that this call computes instead of fetching them, if that pays off
-    (default: 512 with an engine, else none). They have most of a coded cache's loss."""
+    """Maximum tokens at the end of the cache that the engine computes with the question instead of fetching them, if
+    that pays off (default: 512 with an engine, else none). They have most of a coded cache's loss.
+    """
     patience: Annotated[float, Ge(1), Lt(math.inf), Shown("--patience X")] = 1.0
-    """Time limit of a play with missing groups, in deadlines. An engine may complete it later, within twice the time
-    of a whole prefill."""
+    """Time limit of a play with missing groups, as a multiple of the deadline. An engine may complete it later, within
+    twice the time of a whole prefill.
+    """
     after: Annotated[float | None, Gt(0)] = None
     """Seconds that upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until all groups are
     on their best track; None: no upgrades."""

@@ -114,7 +114,7 @@ class PolicyGuard(PolicyCalls):
         if kind == "wait":
             return None
         if kind == "deliver":
-            return None if view.arrived else "cannot deliver: groups are missing that have not arrived"
+            return None if view.arrived else "cannot deliver: some groups are still missing"
         if kind == "finish":
             return f"cannot finish: {len(view.missing)} groups are missing" if view.missing else None
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:
@@ -220,5 +220,5 @@ class CacheFirst(Policy):
         while self._wanted:
             group, track = self._wanted.popleft()
             if group in view.missing_groups:
-                return Decision("fetch", "it is in the local store", group, track, local=True)
+                return Decision("fetch", "the group is in the local store", group, track, local=True)
         return self._inner.decide(view)

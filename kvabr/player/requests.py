@@ -142,8 +142,11 @@ def choose_late(
         return None
     if after_s > view.time_left and view.time_left > 0 and after_s > 0.9 * need_s:
         return None  # too late for the deadline, and hardly sooner
-    what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
-    return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
+    what = "dropping an upgrade" if best.upgrade else f"switching to {other.name}"
+    return (
+        best,
+        f"the rest takes {need_s:.2f} s, with {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB",
+    )
 
 
 def choose_collapsed(
@@ -215,7 +218,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
         if one.group not in seen and ends_s > _MARGIN * view.time_left:
             smaller = _smaller(view, one, here(one.group), ahead)
             if smaller is not None:
-                what = f"{one.track} takes {ends_s:.2f} s of {view.time_left:.2f} s left"
+                what = f"{one.track} takes {ends_s:.2f} s, with {view.time_left:.2f} s left"
                 return one, f"{what}; {smaller} would be in time"
         seen.add(one.group)
         ahead += one.remaining

@@ -150,7 +150,7 @@ class Session:
             UsageError: invalid arguments, or a policy that does not fit the goal.
         """
         if not 0 < deadline_s < math.inf:
-            raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
+            raise UsageError(f"the deadline must be a positive number of seconds, got {deadline_s}")
         self.catalog = catalog = ladder.catalog
         config = config or PlayerConfig()
         patience = config.give_up_after if patience_s is None else max(1.0, patience_s / deadline_s)
@@ -220,7 +220,7 @@ class Session:
                 return PrefixAim(self, mode)
             case UpgradeGoal():
                 if self._live is not None:
-                    raise UsageError("upgrades need a complete cache; this one is still being prefilled")
+                    raise UsageError("upgrades need a complete cache, but this one is still being prefilled")
                 return UpgradeAim(self, goal)
             case BlendGoal():
                 return BlendAim(self, goal)
@@ -593,7 +593,7 @@ class Session:
             self.events.decision(decision, now)
             if kind == "deliver":
                 for transfer in list(self.view.in_flight.values()):
-                    self.cancel(transfer, "it is not worth the wait", now)
+                    self.cancel(transfer, "not worth the wait", now)
                 self.content = not self.view.missing
         elif kind == "recompute" and group is not None:
             self.events.decision(decision, now)
@@ -685,7 +685,7 @@ class Session:
             changed, found = queue.replan(now, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
-                reason = "the network should bring the rest in time" if found is None else found.reason
+                reason = "the network should deliver the rest in time" if found is None else found.reason
                 self.events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
                 self.groups.restage(changed)
         # After the producer stops, its unpublished groups will never arrive.

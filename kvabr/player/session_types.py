@@ -69,7 +69,7 @@ class BlendGoal:
         if self.share and not self.question:
             raise UsageError("question must have at least 1 token, to choose the tokens to recompute")
         if not self.max_loss >= 0:
-            raise UsageError(f"max_loss is {self.max_loss:g}; it must be zero or more nats per token")
+            raise UsageError(f"max_loss must be 0 or more nats per token, got {self.max_loss:g}")
 
 
 Goal = WholeGoal | PrefixGoal | UpgradeGoal | BlendGoal
@@ -95,7 +95,7 @@ MAX_DECODERS = 1024
 def check_decoders(decoders: int) -> None:
     """Raise `UsageError` unless there are 1 to `MAX_DECODERS` decoders."""
     if not 1 <= decoders <= MAX_DECODERS:
-        raise UsageError(f"decoders is {decoders}; give 1 to {MAX_DECODERS} threads that decode")
+        raise UsageError(f"decoders must be 1 to {MAX_DECODERS}, got {decoders}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,14 @@ class PlayerConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.give_up_after < math.inf:
-            raise UsageError(f"patience is {self.give_up_after} deadlines; it must be at least 1, finite")
+            raise UsageError(f"patience must be at least 1 deadline and finite, got {self.give_up_after}")
         if not self.gpu_price >= 0:
-            raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
+            raise UsageError(f"the price of engine time must be 0 or more nats per second, got {self.gpu_price}")
         check_decoders(self.decoders)
         if not self.max_loss >= 0:
-            raise UsageError(f"max_loss is {self.max_loss:g}; it must be zero or more nats per token")
+            raise UsageError(f"max_loss must be 0 or more nats per token, got {self.max_loss:g}")
         if not 0 <= self.time_price < math.inf:
-            raise UsageError(f"the price of time is {self.time_price}; it must be zero or more nats per second, finite")
+            raise UsageError(f"the price of time must be 0 or more nats per second and finite, got {self.time_price}")
 
 
 # -------------------------------------------------------------------------- actions

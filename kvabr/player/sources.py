@@ -83,7 +83,10 @@ class ThroughputSampler:
         with self._requesting():
             rate, lower, ttfb = estimator.rate(), estimator.lower_bound(), estimator.ttfb()
         if not all(isinstance(value, int | float) and 0.0 <= value < math.inf for value in (rate, lower, ttfb)):
-            what = f"estimates rate {rate!r}, lower bound {lower!r}, first byte {ttfb!r}; finite numbers from 0"
+            what = (
+                f"must return finite numbers of 0 or more, got rate {rate!r}, lower bound {lower!r}, first byte "
+                f"{ttfb!r}"
+            )
             raise self._fault(what)
         self._known = rate, min(rate, lower), ttfb
         return self._known
@@ -442,7 +445,7 @@ class Sources:
                         yield transfer, why
             elif not silent:
                 for late in self._late(source):
-                    yield late, "another source brings it sooner"
+                    yield late, "another source delivers it sooner"
         yield from self._probes(now)
 
     def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
@@ -457,7 +460,7 @@ class Sources:
                 self._leave_alone(source, now)
                 # The policy might not request a cancelled upgrade again.
                 last = max(waiting, key=lambda one: (not one.upgrade, one.priority, one.request))
-                yield last, "a silent source is tried again"
+                yield last, "retrying a silent source"
 
     def _may_try(self, source: int, one: Transfer, now: float) -> bool:
         if one.local or not self._has(source, one.track) or (source, one.group, one.track) in self._refused:

@@ -79,13 +79,13 @@ def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> 
         left_out = (*ON_REQUEST, *redundant_tracks(spec))
         wanted = [name for name in names() if name not in left_out and (ac or not codec(name).needs_profile)]
     if len(set(wanted)) != len(wanted) or not wanted:
-        raise UsageError(f"tracks must be named once each, and at least one, got {', '.join(wanted) or 'none'}")
+        raise UsageError(f"tracks must be at least one, and each given only once, got {', '.join(wanted) or 'none'}")
     out: list[str] = []
     rest = list(wanted)
     while rest:
         ready = [name for name in rest if codec(name).refines is None or codec(name).refines in out]
         if not ready:
-            raise UsageError(f"track {rest[0]} refines {codec(rest[0]).refines}: name {codec(rest[0]).refines} as well")
+            raise UsageError(f"track {rest[0]} refines {codec(rest[0]).refines}: give {codec(rest[0]).refines} as well")
         out.append(ready[0])
         rest.remove(ready[0])
     return tuple(out)
@@ -207,8 +207,8 @@ def publish(
     if needing and profile is None:
         profile = own_profile(spec, exact if passage is None else (passage.at(0, spec),))
         notify(
-            f"no profile of {spec.model}: the AC tracks use tables of this asset alone and take two to three "
-            "times the bytes; make a profile with `kvabr calibrate`"
+            f"no profile of {spec.model}: the AC tracks use tables of this asset alone and need two to three times the "
+            "bytes; make a profile with `kvabr calibrate`"
         )
     coded = exact if passage is None else (passage.kv,)
     held = holding_tracks(tracks, spec, [largest(kv, part) for kv, part in zip(coded, spec.parts, strict=True)])

@@ -129,7 +129,8 @@ class FrameEncoder:
             due = part.shape(cache_length(part, self.tokens))
             if part.only.kind == "state" and tuple(tensor.shape) != due:
                 raise FormatError(
-                    f"{self.spec.model}: cannot encode {part.summary} of {tuple(tensor.shape)}, not {due}"
+                    f"{self.spec.model}: cannot encode {part.summary}: got the shape {tuple(tensor.shape)}, expected "
+                    f"{due}"
                 )
         self.write_profile()
         total = len(self.units) * len(self.tracks)

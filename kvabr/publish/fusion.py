@@ -43,7 +43,7 @@ class FusionLosses:
         """Return these losses; raise `ForeignError` if they are for another model than ``spec``."""
         if not self.spec.same_cache(spec):
             raise ForeignError(
-                f"these fusion losses are of {self.spec.title}, the passage is of {spec.title}; measure "
+                f"these fusion losses are of {self.spec.title}, but the passage is of {spec.title}; measure "
                 "them with `kvabr calibrate --blend`"
             )
         return self
@@ -61,9 +61,9 @@ class FusionLosses:
         """Raise `UsageError` if these losses are for another base."""
         if (base, contexts) != (self.base, self.contexts):
             raise UsageError(
-                f"these fusion losses are of passages computed as {_base_text(self.base, self.contexts)}, this "
+                f"these fusion losses are of passages computed as {_base_text(self.base, self.contexts)}, but this "
                 f"passage is computed as {_base_text(base, contexts)}: compute it the same way, or "
-                f"{_measuring(base, contexts)}; without a file, losses are measured for this passage if possible"
+                f"{_measuring(base, contexts)}; without a file, the loss of this passage is measured if possible"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class LivePublisher:
         """
         offer, store = publisher.offer, publisher.store
         if not isinstance(store.store, LocalStore):
-            raise UsageError(f"{store.location}: growing caches need a folder as their store")
+            raise UsageError(f"{store.location}: caches can be published during the prefill only in a folder")
         if not 0 <= share <= 1:
             raise UsageError(f"share (delay of a prefill by encoding) must be 0 to 1, got {share}")
         self.publisher, self.store, self.clock = publisher, store.store, clock
@@ -69,9 +69,7 @@ class LivePublisher:
         layers = tuple(track for track in offer.tracks if track in LAYERS)
         self.edge = ordered_tracks(edge) if edge is not None else layers or offer.tracks
         if absent := [track for track in self.edge if track not in offer.tracks]:
-            raise UsageError(
-                f"edge track {absent[0]} is not a track of the publisher, which has {', '.join(offer.tracks)}"
-            )
+            raise UsageError(f"edge track {absent[0]} is not published; choose from {', '.join(offer.tracks)}")
         self.costs = TrackCosts()
         self._growing: set[LiveProduction] = set()
         publisher.prepare()

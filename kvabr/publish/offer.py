@@ -62,7 +62,7 @@ class TrackOffer:
                 )
             if track not in prior.by_name and track != RAW:
                 raise UsageError(
-                    f"unknown loss of track {track}: the prior catalog has only {', '.join(prior.by_name)}"
+                    f"the loss of track {track} is unknown: the prior catalog has only {', '.join(prior.by_name)}"
                 )
         if profile is not None:
             profile.check(spec)

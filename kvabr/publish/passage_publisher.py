@@ -49,7 +49,8 @@ def publish_passage(
     before = contexts_for(model, calibration_texts(), contexts) if contexts else [list(opened(model, ()))]
     if (longest := max(map(len, before)) + len(ids)) > engine.context:
         raise UsageError(
-            f"passage too long: {longest} tokens with a text before it, but {engine.spec.model} sees {engine.context}"
+            f"passage too long: {longest} tokens with the text before it, but the context of {engine.spec.model} is "
+            f"{engine.context}"
         )
     done: Future[PublishOutcome] = Future()
     slot = publisher.reserve_passage(ids, notes, salt)

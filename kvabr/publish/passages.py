@@ -44,7 +44,7 @@ def mean_cache(
 ) -> torch.Tensor:
     """Return the mean of a passage's caches after several contexts of at least one token."""
     if not contexts or not all(contexts):
-        raise UsageError("a mean needs at least one context, and each context at least one token")
+        raise UsageError("a mean needs at least one context, and each context needs at least one token")
     total: torch.Tensor | None = None
     for done, before in enumerate(contexts, 1):
         one = free_cache(engine, ids, before)
@@ -147,7 +147,7 @@ def fusion_losses(
     per token, mean over contexts.
     """
     if len(tail) < question + 2:
-        raise UsageError(f"the tail after the passage must have at least {question + 2} tokens, got {len(tail)}")
+        raise UsageError(f"the text after the passage must have at least {question + 2} tokens, got {len(tail)}")
     asked, rest = list(tail[:question]), list(tail[question - 1 :])
     losses = [0.0] * len(shares)
     for before in contexts:

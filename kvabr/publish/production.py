@@ -260,13 +260,13 @@ class _Pieces:
         spec = self._spec
         if len(kv) != len(spec.parts):
             raise FormatError(
-                f"{spec.model}: a cache needs {len(spec.parts)} tensors, one per layer class, got {len(kv)}"
+                f"{spec.model}: a cache must have {len(spec.parts)} tensors, one per layer class, got {len(kv)}"
             )
         if tokens is None:
             pairs = zip(kv, spec.parts, strict=True)
             tokens = next((int(one.shape[3]) for one, part in pairs if not _is_state(part) and one.dim() == 5), None)
         if tokens is None:
-            raise FormatError(f"{spec.model}: pass tokens=, as states do not show the number of tokens")
+            raise FormatError(f"{spec.model}: give tokens=, because states do not show the number of tokens")
         last = first + tokens
         if first != self.tokens or not first <= last <= self._all:
             raise FormatError(
@@ -276,7 +276,8 @@ class _Pieces:
             rows = sum(first < end <= last for end in ends) * part.rows if _is_state(part) else tokens
             if tuple(tensor.shape) != part.shape(rows):
                 raise FormatError(
-                    f"{spec.model}: cannot encode {part.summary} of {tuple(tensor.shape)}, not {part.shape(rows)}"
+                    f"{spec.model}: cannot encode {part.summary}: got the shape {tuple(tensor.shape)}, expected "
+                    f"{part.shape(rows)}"
                 )
         for index, tensor in enumerate(kv):
             if tensor.shape[3]:

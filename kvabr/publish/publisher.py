@@ -75,7 +75,7 @@ class Publisher:
         self.store = open_store(location)
         self._folder = self.store.store if isinstance(self.store.store, LocalStore) else None
         if keep_tokens and self._folder is None:
-            raise UsageError(f"{location}: keep_tokens needs a folder; object stores keep no token ids")
+            raise UsageError(f"{location}: keep_tokens needs a folder, because object stores do not store token ids")
         try:
             self.store.prepare()
         except AssetError as error:

@@ -135,7 +135,7 @@ class StepSearch:
             raise UsageError(
                 f"cannot reach a KL of {target:g}: with the finest steps tried, {min(map(min, factors)):.3g} of "
                 f"the usual ones, {self._target.track} loses {kl:.3g} nats per token on {len(self._samples)} "
-                "contexts; choose a larger target, or use Int8, FP8 or BF16"
+                "contexts; give a larger target, or use Int8, FP8 or BF16"
             )
         self._progress(self._all, self._all)
         return Chosen(factors, kl)

@@ -62,6 +62,6 @@ def engine_cost(name: str, option: str) -> PrefillCost:
     """Return the cost of an engine in `ENGINES`; raise `UsageError` with the most similar name if it is unknown."""
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ENGINES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ENGINES)}"
-        raise UsageError(f"{option} {name}: no such engine; {hint}")
+        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(ENGINES)}"
+        raise UsageError(f"{option} {name}: unknown engine; {hint}")
     return ENGINES[name]

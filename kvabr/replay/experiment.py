@@ -58,7 +58,7 @@ _MIN_SHARE, _MIN_PLAY_S = 0.1, 1e-3
 def check_rtt(rtt_s: float) -> None:
     """Raise `UsageError` if a round trip of ``rtt_s`` seconds cannot be simulated."""
     if not 0 <= rtt_s <= MAX_RTT_S:
-        raise UsageError(f"the round trip is {rtt_s:g} s; it must be zero or more seconds, an hour at most")
+        raise UsageError(f"the round trip must be 0 to 3,600 s, got {rtt_s:g}")
 
 
 class LinkSharing(Protocol):
@@ -140,15 +140,18 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s <= MAX_DEADLINE_S:
-            raise UsageError(f"the deadline is {self.deadline_s:g} s; it must be positive, and a day at most")
+            raise UsageError(f"the deadline must be more than 0 s and at most a day, got {self.deadline_s:g} s")
         if self.scale_to_mean is not None and not 0 < self.scale_to_mean < math.inf:
-            raise UsageError(f"the load is {self.scale_to_mean}; it must be a positive fraction of the FP16 cache")
+            raise UsageError(f"the load must be a positive fraction of the FP16 cache, got {self.scale_to_mean}")
         if self.rtt_s is not None:
             check_rtt(self.rtt_s)
         if not 0 <= self.decode_scale < math.inf:
-            raise UsageError(f"decode-scale is {self.decode_scale}; it must be a finite number, zero or more")
+            raise UsageError(f"decode-scale must be 0 or more and finite, got {self.decode_scale}")
         if not 0 <= self.decode_latency_s < math.inf or (self.decode_latency_s and self.decoders > 1):
-            raise UsageError(f"decode-latency must be finite, and needs one decoder, got {self.decode_latency_s} s")
+            raise UsageError(
+                "decode-latency must be 0 or more seconds and finite, with only one decoder, got "
+                f"{self.decode_latency_s}"
+            )
         check_decoders(self.decoders)
         if self.producer is not None and (self.cost is not None or self.sharing is not None or self.cold):
             raise UsageError(
@@ -156,15 +159,15 @@ class ReplayOptions:
             )
         self._check_question()
         if self.prefix and (self.cost is None or self.mode != "suffix" or self.blend is not None):
-            raise UsageError("a play of a prefix needs an engine of mode 'suffix', and no passages")
+            raise UsageError("a play of a prefix needs an engine of mode 'suffix', and cannot have passages")
         if self.blend is not None and (self.producer is not None or self.mode != "hole"):
             raise UsageError(
-                "a prompt joined from passages needs an engine of mode 'hole', and passages that are complete"
+                "a prompt joined from passages needs an engine of mode 'hole', and its passages must be complete"
             )
         if self.blend is not None and self.cost is None:
             raise UsageError(
-                "a prompt of passages needs an engine, for the text before them: give its --prefill-rate, or in a "
-                "laboratory --engine asset"
+                "a prompt of passages needs an engine for the text before them: give --prefill-rate, or --engine asset "
+                "in `kvabr lab`"
             )
 
     def _check_question(self) -> None:
@@ -173,12 +176,12 @@ class ReplayOptions:
                 raise UsageError(f"{what} must be 0 to {MAX_TAIL:,} tokens, got {getattr(self, what):,}")
         alone = self.producer is None and self.blend is None and self.sharing is None
         given_alone = (
-            ("a question after the cache is", self.question),
-            ("several links are", self.links),
+            ("a question after the cache", self.question),
+            ("several links", self.links),
         )
         for what, given in given_alone:
             if given and not alone:
-                raise UsageError(f"{what} replayed alone, without a producer or passages")
+                raise UsageError(f"{what} cannot be replayed with a producer, passages or rivals")
 
 
 class Experiment:

@@ -42,7 +42,9 @@ def prompt_of(
             passage can be joined.
     """
     if exact < 1:
-        raise UsageError(f"--exact must be at least 1: a prompt of passages begins with its own text; got {exact}")
+        raise UsageError(
+            f"--exact must be at least 1, because a prompt of passages begins with other text; got {exact}"
+        )
     if not catalogs:
         raise UsageError("give at least one passage")
     found: dict[Passage, Catalog] = {}

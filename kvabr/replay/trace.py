@@ -91,29 +91,29 @@ def _check_whole(trace: Trace) -> None:
     name, times, rates = trace.name, trace.times, trace.rates
     if not (math.isfinite(trace.duration_s) and trace.duration_s > times[-1]):
         when = f"starts at {times[-1]:g} s, but the trace ends at {trace.duration_s:g} s"
-        raise SegmentError(name, len(times) - 1, f"{when}; it must end later")
+        raise SegmentError(name, len(times) - 1, f"{when}; the trace must end later")
     if not any(rates):
         raise TraceError(f"trace {name}: the rate is zero throughout, so nothing would ever arrive; use another trace")
     if trace.rtt_s is not None and not (math.isfinite(trace.rtt_s) and trace.rtt_s >= 0):
-        raise TraceError(f"trace {name}: the round-trip time is {trace.rtt_s} s; it must be 0 or more")
+        raise TraceError(f"trace {name}: the round trip must be 0 or more seconds, got {trace.rtt_s}")
 
 
 def _time_problem(before: float, time: float) -> str | None:
     if before < time < math.inf:
         return None
     if not math.isfinite(time):
-        return f"the time is {time}; it must be a finite number"
+        return f"the time must be a finite number, got {time}"
     if time == before:
-        return f"the time {time:g} s comes twice; merge or remove one of the two samples"
-    return f"the time {time:g} s comes after {before:g} s; sort the samples, or split the file"
+        return f"the time {time:g} s occurs twice; merge or remove one of the two samples"
+    return f"the time {time:g} s follows {before:g} s; sort the samples, or split the file"
 
 
 def _rate_problem(rate: float) -> str | None:
     if 0 <= rate < math.inf:
         return None
     if not math.isfinite(rate):
-        return f"the rate is {rate}; it must be a finite number (remove a sample that is missing)"
-    return f"the rate is negative ({rate:g} bytes/s); a link carries 0 or more"
+        return f"the rate must be a finite number, got {rate}; remove a missing sample"
+    return f"the rate must be 0 or more bytes/s, got {rate:g}"
 
 
 def three(value: float) -> str:

@@ -32,7 +32,7 @@ def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kw
     try:
         return call(*args, **kwargs)
     except PolicyError as error:
-        raise PolicyError(f"{error}; it was playing {play}") from error
+        raise PolicyError(f"{error} (while playing {play})") from error
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def _answers(pipes: list[Connection], todo: Sequence[Any]) -> Iterator[tuple[int
             answer = done.recv()
         except (EOFError, OSError) as error:
             raise PlayError(
-                "a worker process died: it ran out of memory, or a policy ended it. --jobs 1 plays in one process and "
-                "shows where it fails; `kvabr lab` and `kvabr tune` keep finished plays"
+                "a worker process died: it ran out of memory, or a policy ended it. Use --jobs 1 to play in one "
+                "process and see where it fails; `kvabr lab` and `kvabr tune` keep finished plays"
             ) from error
         if isinstance(answer, Exception):
             raise answer

@@ -33,7 +33,7 @@ EXPIRED = Denial(
     SessionCode.EXPIRED_AUTH_TOKEN, RequestCode.EXPIRED_AUTH_TOKEN, done=PublishDoneCode.EXPIRED,
 )  # fmt: skip
 REMOVED = Denial(
-    "removed", "the asset was removed or replaced, or the token opens it no longer",
+    "removed", "the asset was removed or replaced, or the token no longer gives access to it",
     SessionCode.INTERNAL_ERROR, RequestCode.DOES_NOT_EXIST, ResetCode.INTERNAL_ERROR, PublishDoneCode.TRACK_ENDED,
 )  # fmt: skip
 

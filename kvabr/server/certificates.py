@@ -177,5 +177,5 @@ def _load_key(path: Path) -> PrivateKeyTypes:
 
 def _read(path: Path, what: str) -> bytes:
     if not path.exists():
-        raise CertificateError(f"{path}: there is no such {what}; {_DEV_HINT}")
+        raise CertificateError(f"{path}: no such {what}; {_DEV_HINT}")
     return read_bytes(path, _MAX_PEM_BYTES, unreadable=CertificateError, unfit=CertificateError)

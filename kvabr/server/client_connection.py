@@ -327,7 +327,9 @@ class ClientConnection(Endpoint):
             self._find(number, message, grant)
         elif isinstance(message, SubscribeNamespace):
             if not self._subscriptions.to_namespace(number, message):
-                self._refuse(number, RequestCode.PREFIX_OVERLAP, "you have subscribed to that prefix already")
+                self._refuse(
+                    number, RequestCode.PREFIX_OVERLAP, "this connection already has a subscription to that prefix"
+                )
         else:
             self._refuse(number, RequestCode.NOT_SUPPORTED, "this server only publishes")
 

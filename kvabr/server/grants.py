@@ -95,8 +95,8 @@ class Grants:
             mine = {f"id {grant.id}", grant.token_sha256}
             if not taken.isdisjoint(mine):
                 raise FormatError(
-                    f"grants: {grant.id!r}: another grant has this ID or token already; give tokens of one name "
-                    'different "id"s'
+                    f"grants: {grant.id!r}: another grant already has this ID or token; give tokens of the same name "
+                    "different ids"
                 )
             if not _HEX.fullmatch(grant.token_sha256) or grant.token_sha256 == _EMPTY:
                 raise FormatError(
@@ -182,6 +182,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 def _grant(entry: _Entry) -> Grant:
     expires, token_id = entry.expires, entry.id or ""
     if not (entry.name + token_id).isprintable():
-        raise FormatError(f"grants: {entry.name!r} {token_id!r}: a name or an ID may have printable characters only")
+        raise FormatError(f"grants: {entry.name!r} {token_id!r}: a name or an ID must have only printable characters")
     expires_s = expires.timestamp() if isinstance(expires, datetime) else expires
     return Grant(entry.name, entry.assets, entry.models, entry.token_sha256.lower(), token_id, expires_s)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from kvabr.moqt.codes import RequestCode, code_of
 from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError, UnauthorizedError, UsageError
 
-MISSING = "no such track, or none that you may read"
+MISSING = "no such track, or you may not read it"
 BUSY_MS = 1000
 """Milliseconds until a peer that was refused for load may try again."""
 

@@ -157,7 +157,9 @@ class LiveAssets:
             self._refused.add(key)
             self._log.warning("live asset left out", production=key, error=why)
         if crowded and not self._crowded:
-            self._log.warning("too many live assets", followed=MAX_LIVE, hint="others wait until some have ended")
+            self._log.warning(
+                "too many live assets", followed=MAX_LIVE, hint="further ones are served once some of these have ended"
+            )
         self._crowded = crowded
         self._assets += tuple(new)
         for asset in new:
@@ -190,7 +192,7 @@ class LiveAssets:
                 continue
             if await asyncio.to_thread(asset.follower.has_writer):
                 if not asset.over and time.monotonic() - asset.changed_s > STALLED_S:
-                    self._end(asset, f"no news for {STALLED_S:g} s")
+                    self._end(asset, f"its producer has published nothing for {STALLED_S:g} s")
                 continue
             if not asset.over:
                 self._poll(asset)  # its producer may have ended it a moment ago
@@ -230,7 +232,7 @@ class LiveAssets:
             self._end(asset, str(error)[:300])
         except AssetError as error:
             self._log.warning("live asset unreadable", asset=asset.name, error=str(error))
-            self._end(asset, "its news cannot be read")  # without the path, which players need not see
+            self._end(asset, "its updates cannot be read")  # without the path, which players need not see
         if asset.over:
             self._outdated = True
 

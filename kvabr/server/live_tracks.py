@@ -239,7 +239,7 @@ class GrowingAsset(ABC):
             return
         data = message.dumps()
         if self.news_bytes + len(data) > MAX_NEWS_BYTES:
-            raise FormatError(f"more than {MAX_NEWS_BYTES} bytes of news")
+            raise FormatError(f"more than {MAX_NEWS_BYTES} bytes of updates")
         self._publish(message.group, self.order.take(message), message.frames)
         self.news_bytes += len(data)
         self.edge.append(data)

@@ -235,7 +235,7 @@ class Catalogs:
 
     def _unknown(self, name: _Name) -> RequestError:
         self._missed(name, None)
-        why = f"{name[1][:80]}: the relay's origin is away, and the relay does not have this yet"
+        why = f"{name[1][:80]}: the relay cannot reach its origin, and does not have this yet"
         return RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
 
     def distrust(self, namespace: TrackNamespace) -> None:
@@ -247,7 +247,7 @@ class Catalogs:
         """Drop everything: the origin no longer accepts the token."""
         if self.revoked:
             return
-        self._log.warning(f"{REFUSED}; everything fetched under it was dropped")
+        self._log.warning(f"{REFUSED}; everything fetched with it was dropped")
         self.revoked = True
         self._revocations += 1
         for facts in self._known:
@@ -368,8 +368,8 @@ class Catalogs:
     def _missed(self, name: _Name, last: Answer | None) -> None:
         if not self._away:
             age_s = None if last is None else round(asyncio.get_running_loop().time() - last.received_s, 1)
-            why = self._upstream.trouble or "it does not answer"
-            hint = "players get the relay's copies"
+            why = self._upstream.trouble or "the origin does not answer"
+            hint = "the relay serves its copies to players"
             self._log.warning("origin away", why=why, track=name[1][:80], model=name[0].model, age_s=age_s, hint=hint)
         self._away = True
 

@@ -231,7 +231,7 @@ class RelayGroups(Downloads):
 
 
 def _away(request: GroupRequest) -> RequestError:
-    why = f"{request}: the relay's origin is away"
+    why = f"{request}: the relay cannot reach its origin"
     return RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
 
 

@@ -187,7 +187,7 @@ class LiveRelay:
         self._catalogs.forget_live(asset.namespace)
         lost = isinstance(error, NotFoundError)
         asset.gone = lost and asset.chunks > 0
-        asset.abandon(f"{'the origin no longer has it' if lost else 'its news are wrong'}: {error}")
+        asset.abandon(f"{'the origin no longer has it' if lost else 'its updates are invalid'}: {error}")
         if asset.gone:
             self._on_gone()
 

@@ -65,9 +65,9 @@ class Reloads:
             except (KvabrError, OSError) as error:
                 # A mistake in a file must neither open nor close the server.
                 hint = "the previous contents stay in use"
-                self._log.error(f"{watched.what} not read again", error=str(error), hint=hint)
+                self._log.error(f"{watched.what} not reloaded", error=str(error), hint=hint)
             else:
-                self._log.info(f"{watched.what} read again")
+                self._log.info(f"{watched.what} reloaded")
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()

@@ -146,7 +146,7 @@ def find_damage(tree: StoreTree, *, deep: bool = False, progress: Progress = sil
 
 def _advice(error: KvabrError) -> str:
     if isinstance(error, VersionError):
-        return "upgrade kvabr if a newer version publishes here; otherwise remove it"
+        return "upgrade kvabr if a newer version publishes here; otherwise remove the asset"
     return REPAIR if is_damage(error) else "it may be undamaged"
 
 

@@ -173,7 +173,7 @@ class Asset:
             sizes = object_sizes(self.store)
         for name, size in self.objects.items():
             if (found := sizes.get(name)) != size:
-                what = "is missing" if found is None else f"has {found} bytes, not {size}"
+                what = "is missing" if found is None else f"has {found} bytes, expected {size}"
                 raise AssetError(f"{self.location}: {self.store.where(name)} {what}; {_ADVICE}")
         self.profile_bytes()
 
@@ -231,7 +231,7 @@ class Asset:
         with as_asset_errors():
             data = bytes(self.store.blocked(self.store.get(name, limit=MAX_CATALOG_BYTES)))
         if hashlib.sha256(data).hexdigest() != self.catalog_sha256:
-            raise AssetError(f"{self.location}: no longer the catalog that was checked")
+            raise AssetError(f"{self.location}: the catalog has changed since it was checked")
         return data
 
     def profile_bytes(self) -> bytes | None:
@@ -257,7 +257,7 @@ class Asset:
         except FormatError as error:
             raise type(error)(f"{where}: {error}") from error
         if not self._is_ours(prompt):
-            raise FormatError(f"{where}: not the prompt of the catalog's digests; {_ADVICE}")
+            raise FormatError(f"{where}: does not match the prompt digests of the catalog; {_ADVICE}")
         return prompt
 
     def has_prompt(self) -> bool:
@@ -286,7 +286,7 @@ def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
     size, where = os.fstat(file.fileno()).st_size, store.where(place.name)
     if size < place.last:
         file.close()
-        raise AssetError(f"{where}: has {size} bytes, its catalog says {place.last} or more; {_ADVICE}")
+        raise AssetError(f"{where}: has {size} bytes, but its catalog needs at least {place.last}; {_ADVICE}")
     frame = FrameFile(where, file, place)
     if frame.size > LOADED_BYTES:
         return frame
@@ -298,7 +298,7 @@ def read_profile(store: Store, catalog: Catalog) -> bytes:
     """Return the codec profile of a catalog; raise `AssetError` if it is missing, `FormatError` for another digest."""
     name, size = profile_name(catalog.profile or ""), catalog.profile_bytes
     if size > MAX_PROFILE_BYTES:
-        raise FormatError(f"{store.where(name)}: a profile of {size} bytes is more than any model needs")
+        raise FormatError(f"{store.where(name)}: a profile of {size} bytes, more than any model needs")
     with as_asset_errors():
         data = bytes(store.blocked(store.get(name, limit=size)))
     if hashlib.sha256(data).hexdigest() != catalog.profile:

@@ -215,9 +215,9 @@ def check_names(catalog: Catalog) -> None:
     space = catalog.namespace
     for track in catalog.published.values():
         if track.name in {CATALOG_TRACK, PROFILE_TRACK} or is_lookup(track.name) or is_live(track.name):
-            raise FormatError(f"catalog: no level may have the name {track.name!r}, which is reserved")
+            raise FormatError(f"catalog: the track name {track.name!r} is reserved")
         if space.full_name_bytes(track.name) > MAX_FULL_TRACK_NAME:
-            raise FormatError(f"catalog: full track names are longer than {MAX_FULL_TRACK_NAME} bytes")
+            raise FormatError(f"catalog: full track names must have at most {MAX_FULL_TRACK_NAME} bytes")
         # Not `all(map(...))`: a single call would block other threads for too long.
         if any(not is_digest(digest) or kind_of(digest) != catalog.digest_kind for digest in track.digests):
             title = TITLES[catalog.digest_kind]
@@ -225,6 +225,6 @@ def check_names(catalog: Catalog) -> None:
     if catalog.profile is not None and not _DIGEST.fullmatch(catalog.profile):
         raise FormatError("catalog: the profile's digest is not 64 hex digits")
     if catalog.spec.model != space.model:
-        raise FormatError(f"catalog: of {catalog.spec.model!r}, but its namespace says {space.model!r}")
+        raise FormatError(f"catalog: the model is {catalog.spec.model!r}, but its namespace has {space.model!r}")
     if catalog.chunks[-1] != space.prompt:
         raise FormatError("catalog: the last prompt digest is not the one in the namespace")

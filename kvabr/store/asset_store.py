@@ -57,7 +57,7 @@ class AssetStore:
         """
         prompt = prompt or self.only or self._sole()
         if not DIGEST.fullmatch(prompt):
-            raise UsageError(f"{self.location}: assets are named by 64 hex digits, not {prompt[:80]!r}")
+            raise UsageError(f"{self.location}: the name of an asset must have 64 hex digits, got {prompt[:80]!r}")
         if version is None and isinstance(self.store, LocalStore):
             version = version_in(self.store, prompt)
         try:
@@ -76,9 +76,9 @@ class AssetStore:
         """
         prompt = prompt or self.only
         if prompt is not None and not DIGEST.fullmatch(prompt):
-            raise UsageError(f"{self.location}: assets are named by 64 hex digits, not {prompt[:80]!r}")
+            raise UsageError(f"{self.location}: the name of an asset must have 64 hex digits, got {prompt[:80]!r}")
         if prompt is not None and not force and self.has(prompt):
-            raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
+            raise UsageError(f"{self.store.where(prompt)}: this asset already exists; add --force to replace it")
         if isinstance(self.store, LocalStore):
             check_makeable(self.store.folder)
         return AssetWriter(self.store, prompt, force=force, live=live)
@@ -92,6 +92,8 @@ class AssetStore:
         if len(names) == 1:
             return names[0]
         if not names:
-            raise MissingAssetError(f"{self.location}: no asset is here; make one with: kvabr encode")
+            raise MissingAssetError(f"{self.location}: contains no asset; make one with: kvabr encode")
         some = ", ".join(name[:16] + "..." for name in names[:3])
-        raise AssetError(f"{self.location}: has {len(names)} assets ({some}); name one: {self.store.where('DIGEST')}")
+        raise AssetError(
+            f"{self.location}: has {len(names)} assets ({some}); give one of them: {self.store.where('DIGEST')}"
+        )

@@ -153,7 +153,7 @@ class AssetWriter:
                 and not self._force
                 and self.store.blocked(exists(self.store, catalog_name(prompt)))
             ):
-                raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
+                raise UsageError(f"{self.store.where(prompt)}: this asset already exists; add --force to replace it")
         for track, number in list(self._open):
             self._write_pack(track, number)
         with as_asset_errors():
@@ -165,7 +165,7 @@ class AssetWriter:
     def _commit(self, catalog: Catalog, prompt: str) -> None:
         if catalog.profile is not None:
             if hashlib.sha256(self._profile).hexdigest() != catalog.profile:
-                raise UsageError("the profile that was written is not the one that the catalog names")
+                raise UsageError("the written profile is not the one that the catalog names")
             self._put(profile_name(catalog.profile), self._profile)
         if isinstance(self.store, LocalStore) and self._token_ids is not None:
             name = prompt_name(prompt)
@@ -224,7 +224,7 @@ class AssetWriter:
             if [found.digest() for found in known] == [spec.digest()]:
                 return
         raise AssetError(
-            f"{self.store.url}: has {MAX_MODELS} models, the most that a store can have; publish into another prefix"
+            f"{self.store.url}: has {MAX_MODELS} models, the maximum of a store; publish into another prefix"
         )
 
     def _packed(self, catalog: Catalog) -> Catalog:
@@ -314,4 +314,4 @@ class AssetWriter:
 
     def _check_entered(self) -> None:
         if not self._entered:
-            raise UsageError("an asset is written inside its writer's with statement")
+            raise UsageError("an asset must be written inside the with statement of its writer")

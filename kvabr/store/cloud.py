@@ -176,7 +176,7 @@ class CloudStore(Store):
         if self.url in _PROBED:
             return
         if self.parsed.scheme in WEB:
-            raise UsageError(f"{self.url}: an HTTP cache is read-only; publish to its store")
+            raise UsageError(f"{self.url}: an HTTP cache is read-only; give the URL of its bucket")
         await self._check_answers()
         name = f"{PROBES}{secrets.token_hex(8)}"
         await self.put_new(name, b"first")  # returns False if the first try was written but its answer lost
@@ -224,8 +224,8 @@ class CloudStore(Store):
             return
         reason = f": {why}" if why else ""
         raise StoreError(
-            f"{self.url}: this is no object store, but a server that answers for an object that does not exist{reason}"
-            "; correct the URL or the endpoint"
+            f"{self.url}: this is not an object store: the server returned an object that does not exist{reason}; "
+            "correct the URL or the endpoint"
         )
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
@@ -282,7 +282,7 @@ class CloudStore(Store):
 
     def _writer(self, size: int) -> ObstoreClient:
         if self.parsed.scheme in WEB:
-            raise UsageError(f"{self.url}: an HTTP cache can only be read")
+            raise UsageError(f"{self.url}: an HTTP cache is read-only; give the URL of its bucket")
         wanted_s = WAIT_S
         while wanted_s < WAIT_S + size / _WRITE_BYTES_PER_S:
             wanted_s *= 2

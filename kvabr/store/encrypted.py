@@ -47,7 +47,7 @@ class EncryptedStore(Store):
         self._keys: dict[bytes, AESGCM] = {}
         for each in (key, *(() if previous is None else (previous,))):
             if len(each) != KEY_BYTES:
-                raise UsageError(f"a key of a store has {KEY_BYTES} bytes, not {len(each)}; {_HINT}")
+                raise UsageError(f"the key of a store must have {KEY_BYTES} bytes, got {len(each)}; {_HINT}")
             self._keys[_id_of(each)] = AESGCM(each)
         self._id = _id_of(key)
 
@@ -129,7 +129,7 @@ class EncryptedStore(Store):
             try:
                 key.decrypt_into(_nonce(prefix, begin + number, last=last), segment, name.encode(), target)
             except InvalidTag as error:
-                what = "is damaged, cut short, or another object under this name"
+                what = "is damaged or truncated, or belongs under another name"
                 raise WrongKeyError(f"{self.where(name)}: {what}") from error
             end += len(target)
         return plain.toreadonly()

@@ -140,17 +140,17 @@ class Failure:
         """Return the error to raise: ``what`` failed (such as "cannot be read") at the URL ``where``."""
         details = f" ({self.details})" if self.details else ""
         if self.kind == "absent":
-            return NotFoundError(f"{where}: there is no such object", reason=Reason.MISSING)
+            return NotFoundError(f"{where}: no such object", reason=Reason.MISSING)
         if self.kind == "bucket":
             return StoreError(
-                f"{where}: the bucket does not exist{details}; make it, or correct the URL or the endpoint"
+                f"{where}: the bucket does not exist{details}; create it, or correct the URL or the endpoint"
             )
         if (why := _UNAUTHORIZED.get(self.kind)) is not None:
             return UnauthorizedError(f"{where}: {what}: {why.format(details=details)}")
         if self.kind == "denied":
             return ForbiddenError(
-                f"{where}: {what}: the store refuses these credentials{details}: this identity may not do that, or the "
-                f"object does not exist and the identity may not list; {CREDENTIALS}"
+                f"{where}: {what}: the store refuses these credentials{details}: they do not permit this, or the "
+                f"object does not exist and they do not permit listing; {CREDENTIALS}"
             )
         if self.kind == "busy":
             message = f"{where}: {what}: the store is overloaded{details}; try again later"
@@ -162,7 +162,7 @@ class Failure:
             why = "the store, or a gateway in front of it, ignores ranges and sent other bytes"
             return RequestError(f"{where}: {what}: {why}", reason=Reason.WRONG)
         if self.kind == "foreign":
-            why = "no object store answers like that; correct the URL or the endpoint"
+            why = "this is not the answer of an object store; correct the URL or the endpoint"
             return RequestError(f"{where}: {what}{details}: {why}", reason=Reason.WRONG)
         if self.kind == "range":
             return RequestError(f"{where}: {what}: the object is shorter than the range; it was replaced{details}")
@@ -177,8 +177,8 @@ def strange(data: bytes | memoryview) -> str | None:
     if begin.startswith(b"<"):
         return "it is a page (HTML or XML)"
     if not begin.startswith(b"{"):
-        return "it is no JSON"
-    return None if end.endswith(b"}") else "it is cut short"
+        return "it is not JSON"
+    return None if end.endswith(b"}") else "it is truncated"
 
 
 def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kind:

@@ -69,7 +69,7 @@ def open_regular(
     linked = sole and found.st_nlink > 1 and _has_other_names(Path(path), handle)
     if not stat.S_ISREG(found.st_mode) or linked:
         os.close(handle)
-        raise OSError(errno.EINVAL, "a hard link" if stat.S_ISREG(found.st_mode) else "no ordinary file")
+        raise OSError(errno.EINVAL, "a hard link" if stat.S_ISREG(found.st_mode) else "not a regular file")
     return os.fdopen(handle, "rb")
 
 
@@ -91,7 +91,7 @@ def read_bytes(
     except OSError as error:
         raise unreadable(f"{path}: cannot be read ({error.strerror})") from error
     if len(data) > limit:
-        raise unfit(f"{path}: larger than the {limit} bytes allowed; is it the right file?")
+        raise unfit(f"{path}: more than the {limit} bytes allowed; is it the right file?")
     return data
 
 
@@ -137,9 +137,9 @@ def check_makeable(folder: Path) -> None:
     try:
         place = next(each for each in (whole, *whole.parents) if each.exists())
     except OSError as error:
-        raise AssetError(f"{folder}: cannot be made ({error.strerror})") from error
+        raise AssetError(f"{folder}: cannot be created ({error.strerror})") from error
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        why = "" if place == whole else f"cannot be made: {place} "
+        why = "" if place == whole else f"cannot be created: {place} "
         raise AssetError(f"{folder}: {why}cannot be written")
 
 

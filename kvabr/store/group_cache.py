@@ -52,7 +52,7 @@ class StoreTier:
             AssetError: the folder cannot be used.
         """
         if max_bytes < 0:
-            raise UsageError(f"disk_bytes must not be negative, got {max_bytes}")
+            raise UsageError(f"disk_bytes must be 0 or more, got {max_bytes}")
         self.kept: ByteLru[str, int] = ByteLru(max_bytes, lambda size: size, self._evict)
         """Sizes of groups by digest; for a bucket, only groups that this process has used."""
         store = open_objects(location, encrypted=False)
@@ -162,9 +162,9 @@ class StoreTier:
                 os.close(self._handle)
             if isinstance(error, BlockingIOError):
                 raise UsageError(
-                    f"{folder}: another client uses this folder for its groups; give each its own"
+                    f"{folder}: another client uses this folder for its groups; give each client its own folder"
                 ) from error
-            raise AssetError(f"{folder}: cannot store groups there ({error.strerror}); name another folder") from error
+            raise AssetError(f"{folder}: cannot store groups there ({error.strerror}); give another folder") from error
 
 
 class GroupCache:

@@ -100,7 +100,7 @@ class LiveFollower:
         with as_asset_errors():
             self.live = LiveCatalog.loads(bytes(store.blocked(store.get(self._name, limit=MAX_LIVE_BYTES))))
         if self.live.key != key:
-            raise FormatError(f"{store.where(self._name)}: is of another production")
+            raise FormatError(f"{store.where(self._name)}: belongs to another prefill of this prompt")
         self._next = 0
 
     def read(self) -> list[EdgeMessage]:

@@ -69,7 +69,7 @@ class LocalStore(Store):
         try:
             self.folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{self.url}: this folder cannot be made ({error.strerror})") from error
+            raise UsageError(f"{self.url}: cannot be created ({error.strerror})") from error
 
     def where(self, name: str) -> str:
         return str(self.folder / name)
@@ -227,7 +227,7 @@ class LocalStore(Store):
         if isinstance(error, FileNotFoundError | NotADirectoryError) and what != "cannot be written":
             return self.missing(name)
         if error.errno in _NO_SPACE:
-            return StoreError(f"{where}: no space left ({error.strerror}); make room or use another disk")
+            return StoreError(f"{where}: no space left ({error.strerror}); free some space, or use another disk")
         if isinstance(error, PermissionError):
             hint = "let this user read it, or publish with the group's right to read (chmod g+s on the folder)"
             return ForbiddenError(f"{where}: {what} ({error.strerror}){'; ' + hint if 'read' in what else ''}")

@@ -58,7 +58,9 @@ def open_objects(location: Location, *, encrypted: bool = True) -> Store:
         return location
     scheme, separator, _ = str(location).partition("://")
     if separator and scheme not in SCHEMES:
-        raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
+        raise UsageError(
+            f"{location}: unknown kind of store; give a folder, or {', '.join(f'{name}://' for name in SCHEMES)}"
+        )
     store = SCHEMES[scheme](str(location)) if separator else LocalStore(Path(location))
     key, previous = os.environ.get(KEY_FILE), os.environ.get(PREVIOUS_KEY_FILE)
     if not key or not encrypted:
@@ -91,12 +93,12 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
     """
     if not is_store(location):
         open_objects(location)  # raises for an unknown scheme
-        raise UsageError(f"{location}: an HTTP cache is read-only and can only be played from; name its bucket")
+        raise UsageError(f"{location}: an HTTP cache is read-only; give the URL of its bucket")
     where, prompt = split_asset(location)
     store = open_objects(where)
     if must_exist and isinstance(store, LocalStore) and not store.folder.is_dir():
         raise MissingAssetError(
-            f"{store.folder}: no such folder; give the folder of your assets, or make it first (mkdir)"
+            f"{store.folder}: no such folder; give the folder of your assets, or create it first (mkdir)"
         )
     made = AssetStore(store, prompt)
     if create:

@@ -63,9 +63,10 @@ def make_client(where: StoreUrl, limits: ClientConfig) -> ObstoreClient:
             raise failure.error(str(where), "cannot be opened") from error
         if "No CA certificates" in str(error):
             raise ConnectionLostError(
-                f"{where}: no certificates of authorities can be read; are they installed, and file descriptors left?"
+                f"{where}: the system's CA certificates cannot be read; are they installed, and are file descriptors "
+                "left?"
             ) from error
-        raise UsageError(f"{where}: obstore refuses these settings ({type(error).__name__})") from error
+        raise UsageError(f"{where}: the package obstore rejects these settings ({type(error).__name__})") from error
     return made
 
 

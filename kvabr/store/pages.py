@@ -76,11 +76,11 @@ class Page(CommonFacts):
         check_tracks(self.levels, "page")
         size, groups = self.spec.group_tokens, len(self.chunks)
         if self.spec.part_of is not None or self.first % PAGE_GROUPS:
-            raise FormatError(f"page: cannot begin at group {self.first}, or is of one layer class alone")
+            raise FormatError(f"page: cannot begin at group {self.first}, or has only one layer class of its model")
         if not (groups - 1) * size < self.tokens <= groups * size:
-            raise FormatError(f"page: {self.tokens} tokens do not make {groups} groups")
+            raise FormatError(f"page: {self.tokens} tokens do not fill {groups} groups")
         if len(self.by_name) < len(self.tracks) or not self.by_name.keys() <= self._levels_by_track.keys():
-            raise FormatError("page: a track is listed twice, or has no level")
+            raise FormatError("page: a track is listed twice, or has no data")
         for track in self.tracks:
             check_track_name(track.name)
             if not 0 < len(track.bytes) == len(track.digests) == len(track.loss):
@@ -93,7 +93,7 @@ class Page(CommonFacts):
         for level, (number, part) in itertools.product(self.levels, enumerate(self.spec.parts)):
             if part.only.kind == "state":
                 if level.pack(number) > 1:
-                    raise FormatError(f"page: {level.name}: snapshots of a state are stored one by one")
+                    raise FormatError(f"page: {level.name}: a page cannot have snapshots of a state")
                 continue
             track = self.by_name.get(name := part.track_name(level.name))
             if track is None or track.first != self.first or len(track.bytes) != len(self.chunks):
@@ -170,7 +170,7 @@ class Page(CommonFacts):
         except zlib.error as error:
             raise FormatError(f"page: cannot be unpacked ({error})") from error
         if not reader.eof or reader.unused_data:
-            raise FormatError("page: truncated, too long, or followed by other bytes")
+            raise FormatError("page: truncated, too long, or with trailing bytes")
         return read(text, cls, "page", SCHEMA)
 
 

@@ -121,12 +121,12 @@ class Store(ABC):
 
     def missing(self, name: str) -> NotFoundError:
         """Return the error for a missing object."""
-        return NotFoundError(f"{self.where(name)}: there is no such object", reason=Reason.MISSING)
+        return NotFoundError(f"{self.where(name)}: no such object", reason=Reason.MISSING)
 
     def check_size(self, name: str, size: int, limit: int) -> None:
         """Raise `RequestError` if a range has more than ``limit`` bytes."""
         if size > limit:
-            message = f"{self.where(name)}: has {size} bytes, at most {limit} are allowed"
+            message = f"{self.where(name)}: {size} bytes, more than the {limit} allowed"
             raise RequestError(message, reason=Reason.WRONG)
 
 
@@ -155,7 +155,7 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
     finally:
         _DRIVEN.now = outer
         work.close()
-    raise RuntimeError("this coroutine waits and needs an event loop")
+    raise RuntimeError("this coroutine must run in an event loop")
 
 
 _DRIVEN = threading.local()

@@ -61,7 +61,7 @@ class StoreTree:
                 found[label] = self._known.get(label) or AssetStore(LocalStore(folder))
             for name in _OWN.intersection(names):
                 if any((folder / name / mark).is_dir() for mark in _MARKS):
-                    why = "is a store in a folder with a name that stores use themselves; rename it"
+                    why = "is a store, but its folder has a reserved name; rename the folder"
                     unreadable[f"{label}{name}"] = f"{folder / name}: {why}"
             if depth < MAX_DEPTH:
                 todo += [(f"{label}{name}/", folder / name, depth + 1) for name in names if name not in _OWN]

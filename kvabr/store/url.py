@@ -57,17 +57,17 @@ class StoreUrl:
         if "@" in host:
             raise UsageError(f"{shown}: a URL must not have credentials; {CREDENTIALS}")
         if parts.fragment:
-            raise UsageError(f"{shown}: the URL of a store has no part after a #")
+            raise UsageError(f"{shown}: the URL of a store must not have a #fragment")
         options = _options(shown, parts.scheme, parts.query)
         prefix = unquote(parts.path).strip("/")
         if prefix and not all(_PART.fullmatch(part) and part.strip(".") for part in prefix.split("/")):
-            raise UsageError(f"{shown}: a prefix has letters, digits and . _ = @ + - between its slashes")
+            raise UsageError(f"{shown}: a prefix may have only letters, digits and . _ = @ + - between its slashes")
         if not (_HOST if parts.scheme in WEB else _BUCKET).fullmatch(host):
             raise UsageError(f"{shown}: {host[:80]!r} cannot be the name of a bucket or host")
         anonymous = options.pop("anonymous", "") == "true"
         made = cls(parts.scheme, host, prefix, anonymous=anonymous, **options)
         if len(str(made)) > _MAX_URL:
-            raise UsageError(f"{shown}: has more than {_MAX_URL} characters once they are quoted")
+            raise UsageError(f"{shown}: more than the {_MAX_URL} characters allowed, when quoted")
         return made
 
     @property
@@ -98,21 +98,23 @@ def _options(shown: str, scheme: str, query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=16)
     except ValueError as error:
-        raise UsageError(f"{shown}: options are written ?NAME=VALUE&NAME=VALUE") from error
+        raise UsageError(f"{shown}: options must be written as ?NAME=VALUE&NAME=VALUE") from error
     for name, value in pairs:
         if name not in known and _SECRET.search(name.lower()):
             raise UsageError(f"{shown}: a URL must not have credentials ({name[:40]}); {CREDENTIALS}")
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UsageError(f"{shown}: no option {name[:40]!r}{hint}; {scheme}:// has {', '.join(sorted(known))}")
+            raise UsageError(
+                f"{shown}: unknown option {name[:40]!r}{hint}; for {scheme}:// choose from {', '.join(sorted(known))}"
+            )
         if name in options:
             raise UsageError(f"{shown}: option {name} is given twice")
         options[name] = value
     if options.get("anonymous", "false") not in ("true", "false"):
-        raise UsageError(f"{shown}: anonymous is true or false")
+        raise UsageError(f"{shown}: anonymous must be true or false")
     for name in ("region", "account"):
         if options.get(name) and not _NAME.fullmatch(options[name]):
-            raise UsageError(f"{shown}: {name} has up to 64 letters, digits and -")
+            raise UsageError(f"{shown}: {name} must have at most 64 letters, digits and -")
     if endpoint := options.get("endpoint", ""):
         check_endpoint(endpoint, f"{shown}: endpoint")
     return options

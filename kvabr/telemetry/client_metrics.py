@@ -19,7 +19,7 @@ class ClientMetrics(MetricSet):
         super().__init__(registry)
         self.plays_total = self.counter(
             "kvabr_client_plays_total",
-            "Finished plays: met, late, nothing, failed, refused or aborted; and hints, whatever their result.",
+            "Finished plays: met, late, nothing (not cached), failed, refused or aborted; and hints with any result.",
             "result",
         )
         self.plays_in_flight = self.gauge("kvabr_client_plays_in_flight", "Plays in progress.")
@@ -40,7 +40,7 @@ class ClientMetrics(MetricSet):
             "kvabr_client_bytes_total", "Bytes of groups delivered to plays, by source.", "source"
         )
         self.downloads_total = self.counter(
-            "kvabr_client_downloads_total", "Finished downloads: done, cancelled, failed, or damaged.", "result"
+            "kvabr_client_downloads_total", "Finished downloads: done, cancelled, failed or damaged.", "result"
         )
         self.downloaded_bytes_total = self.counter("kvabr_client_downloaded_bytes_total", "Bytes received from peers.")
         self.store_bytes = self.gauge("kvabr_client_store_bytes", "Bytes of stored groups, by tier.", "tier")
@@ -60,7 +60,7 @@ class ClientMetrics(MetricSet):
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
         self.wrong_answers_total = self.counter(
             "kvabr_client_wrong_answers_total",
-            "Stores that returned other bytes than were published, such as a gateway's page.",
+            "Stores that returned other bytes than published, such as a gateway's page.",
         )
 
     def show_store(self, store: GroupCache) -> None:

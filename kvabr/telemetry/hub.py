@@ -146,7 +146,7 @@ class _ListenerQueue:
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._warn(f"is stuck: {len(self._queue)} events are lost")
+            self._warn(f"is stuck; events lost: {len(self._queue)}")
 
     def _wake(self) -> None:
         if self._thread.ident is None:

@@ -53,7 +53,7 @@ class JsonLines(Listener):
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE)
             self._file = os.fdopen(handle, "a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            raise AssetError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+            raise AssetError(f"{path}: cannot be written ({error.strerror}); give another file") from error
         self._plays = PlayStates(Cmcd)
 
     def receive(self, record: EventRecord) -> None:

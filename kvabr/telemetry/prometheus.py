@@ -126,7 +126,7 @@ class PlayerMetrics(Listener, MetricSet):
             "kvabr_play_lost_bytes_total", "Bytes received for cancelled or failed requests."
         )
         self.groups_total = self.counter(
-            "kvabr_play_groups_total", "Groups in place, by source: fetched, upgraded, or recomputed.", "source"
+            "kvabr_play_groups_total", "Groups in place: fetched, upgraded or recomputed.", "source"
         )
         self.recompute_seconds_total = self.counter("kvabr_play_recompute_seconds_total", "Compute time of engines.")
         self.first_byte_seconds = self.histogram(

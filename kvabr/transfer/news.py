@@ -92,5 +92,5 @@ class News:
         data = await read_all(reader)
         messages = await asyncio.get_running_loop().run_in_executor(decoders(), parse_edges, data)
         if not messages:
-            raise FormatError(f"edge message {number}: it is empty")
+            raise FormatError(f"edge message {number} is empty")
         return messages

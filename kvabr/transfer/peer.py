@@ -65,7 +65,7 @@ _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, of the first of a series of dials; doubled each time. QUIC backs off while it retries, so a
 fresh dial reaches a restarted peer sooner."""
 _REPLACED = "the connection was replaced by another"
-_SENT_AWAY = "the peer ends each connection at once"
+_SENT_AWAY = "the peer closes each connection at once"
 _FORGOTTEN = "the peer fell silent; it answers a new connection"
 
 
@@ -86,7 +86,7 @@ class Health(Enum):
 
     GOOD = ""
     SILENT = "the peer has fallen silent"
-    STUCK = "the peer answers probes, but no request"
+    STUCK = "the peer answers probes, but not requests"
 
 
 class PeerLane(Carrier):

@@ -87,7 +87,7 @@ class Level:
         check(self, f"track {self.name}")
         check_tails(self.tails, f"track {self.name}")
         if any(pack & (pack - 1) for pack in self.packs):
-            raise FormatError(f"track {self.name}: groups per object must be powers of two, not {self.packs}")
+            raise FormatError(f"track {self.name}: groups per object must be powers of two, got {self.packs}")
 
     def __getstate__(self) -> dict[str, Any]:
         return own_state(self)
@@ -242,9 +242,9 @@ class Catalog(CommonFacts):
         if self.sources and self.chosen is not None:
             chunks = len(self.chosen)
         if not 0 < chunks <= MAX_GROUPS:
-            raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {MAX_GROUPS} are allowed")
+            raise FormatError(f"catalog: must have 1 to {MAX_GROUPS} groups, got {chunks} with {self.tokens} tokens")
         if self.spec.part_of is not None:
-            raise FormatError("catalog: its spec describes only one layer class")
+            raise FormatError("catalog: the spec describes only one layer class of the model")
         if self.position and not self.every_token:
             raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
         if self.passage is not None:
@@ -261,9 +261,9 @@ class Catalog(CommonFacts):
                     f"catalog: track {track.name} must list bytes, loss and digest of each of {self.groups} groups"
                 )
         if self.asked and len(self.asked) != self.groups:
-            raise FormatError(f"catalog: asked must list shares of {self.groups} groups, not {len(self.asked)}")
+            raise FormatError(f"catalog: asked must list shares of {self.groups} groups, got {len(self.asked)}")
         if all(track.refines is not None for track in self.tracks):
-            raise FormatError("catalog: every track refines another; one must stand alone")
+            raise FormatError("catalog: every track refines another one; at least one track must stand alone")
 
     @cached_property
     def groups(self) -> int:
@@ -403,7 +403,7 @@ class Catalog(CommonFacts):
         except KeyError:
             known = self.by_name
             raise FormatError(
-                f"no track {name!r} in this asset{did_you_mean(name, known)}; it has {', '.join(known)}"
+                f"no track {name!r} in this asset{did_you_mean(name, known)}; choose from {', '.join(known)}"
             ) from None
 
     def group_tokens(self, group: int) -> int:
@@ -474,7 +474,7 @@ class Catalog(CommonFacts):
         """
         size = self.spec.group_tokens
         if self.passage is not None:
-            raise UsageError(f"{self.namespace.prompt[:12]}... is a passage, which is played as a part of a prompt")
+            raise UsageError(f"{self.namespace.prompt[:12]}... is a passage; play it as a part of a prompt")
         if not 1 <= groups <= len(self.chunks):
             raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {len(self.chunks)}")
         tokens = self.tokens_before(groups) if self.every_token else min(groups * size, self.tokens)
@@ -558,7 +558,7 @@ class Catalog(CommonFacts):
         """Return this passage, placed after ``position`` tokens of a prompt; raise `UsageError` for other assets."""
         if self.passage is None:
             raise UsageError(
-                f"{self.namespace.prompt[:12]}...: the cache of a prompt cannot be moved, only a passage's"
+                f"{self.namespace.prompt[:12]}...: the cache of a prompt cannot be moved; only passages can"
             )
         return replace(self, position=position)
 
@@ -575,7 +575,7 @@ class Catalog(CommonFacts):
 
     def _slice(self, first: int, last: int) -> Catalog:
         if self.passage is not None:
-            raise UsageError("passages are played whole")
+            raise UsageError("a passage cannot be cut: it is played whole")
         tokens = self.tokens_before(last) - self.tokens_before(first)
         tracks = tuple(groups_of(track, range(first, last), range(first, last)) for track in self.tracks)
         offset, position, units = self.offset + first, self.position, self.chosen
@@ -612,7 +612,7 @@ class Catalog(CommonFacts):
         data = text.encode(errors="replace") if isinstance(text, str) else text
         catalog = read(data, cls, "catalog", SCHEMA)
         if catalog.passage is not None and catalog.position:
-            raise FormatError(f"catalog: a passage has no position, but it says {catalog.position}")
+            raise FormatError(f"catalog: a passage cannot have a position, got {catalog.position}")
         return catalog
 
     @classmethod

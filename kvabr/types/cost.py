@@ -90,7 +90,7 @@ class PrefillCost:
     def __post_init__(self) -> None:
         check(self, "prefill cost")
         if not any(astuple(self)):
-            raise FormatError("prefill cost: computing takes no time; its constants are all zero")
+            raise FormatError("prefill cost: at least one constant must be more than 0")
 
     def seconds(self, before: int, tokens: int) -> float:
         """Return the seconds to compute ``tokens`` tokens after ``before`` cached ones; 0.0 for no tokens."""
@@ -141,7 +141,7 @@ class PrefillCost:
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
         """Return a linear cost, for an engine with a known prefill rate only."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
-            raise UsageError(f"prefill rate must be a positive number of tokens a second, not {tokens_per_second}")
+            raise UsageError(f"prefill rate must be a positive number of tokens per second, got {tokens_per_second}")
         return cls(0.0, 1.0 / tokens_per_second)
 
     @classmethod
@@ -159,7 +159,7 @@ class PrefillCost:
         if len(rows) < (3 if prior is None else 1) or any(
             before < 0 or new <= 0 or not 0 < seconds <= _MAX_S for before, new, seconds in rows
         ):
-            raise UsageError(f"fitting a prefill cost takes at least {least} of at least one token each")
+            raise UsageError(f"fitting a prefill cost needs at least {least} of at least one token each")
         before, new, seconds = np.array(rows, np.float64).T
         weights, start = np.ones(len(rows)), seconds
         if prior is not None:

@@ -50,7 +50,7 @@ def has_digest(digest: str, data: Buffer) -> bool:
 def raw(digest: str) -> bytes:
     """Return a digest's 32 bytes; raise `FormatError` for other text."""
     if not is_digest(digest):
-        raise FormatError(f"a group's digest has 64 hex digits, perhaps after b3-, not {str(digest)[:80]!r}")
+        raise FormatError(f"a group's digest must have 64 hex digits, optionally after b3-, got {str(digest)[:80]!r}")
     return bytes.fromhex(digest[-2 * RAW_BYTES :])
 
 
@@ -72,7 +72,9 @@ def require(kind: str) -> None:
 def check_kind(kind: str) -> str:
     """Return ``kind`` for a publisher; raise `UsageError` if it does not exist or its package is not installed."""
     if kind not in KINDS:
-        raise UsageError(f"no kind of digests is called {kind!r}{did_you_mean(kind, KINDS)}; use {' or '.join(KINDS)}")
+        raise UsageError(
+            f"unknown kind of digest {kind!r}{did_you_mean(kind, KINDS)}; choose from {' and '.join(KINDS)}"
+        )
     try:
         require(kind)
     except FormatError as error:
@@ -88,7 +90,7 @@ def _hasher(kind: str) -> Callable[[Buffer], str]:
         from blake3 import blake3  # noqa: PLC0415  # optional
     except ImportError as error:
         raise FormatError(
-            f"BLAKE3 digests need the package blake3, which is missing here: {extra('fast')} ({WHERE})"
+            f"BLAKE3 digests need the package blake3, which is not installed: {extra('fast')} ({WHERE})"
         ) from error
 
     def hashed(data: Buffer) -> str:

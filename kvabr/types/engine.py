@@ -163,7 +163,7 @@ def time_prefills(
     `ModelError` if the tokens of a short prefill do not fit the model.
     """
     if len(tokens) < 128:
-        raise UsageError(f"timing a prefill needs at least 128 tokens of text, not {len(tokens)}")
+        raise UsageError(f"timing a prefill needs at least 128 tokens of text, got {len(tokens)}")
     size = min(SHORT, len(tokens))
     step = size // 4
     shapes = [(0, 8), (0, step), (0, 3 * step), (size - step, step), (size - 8, 8)]

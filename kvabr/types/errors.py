@@ -172,7 +172,8 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
             break
         if isinstance(seen, OSError) and seen.errno in _DESCRIPTORS:
             return ExhaustedError(
-                f"no file descriptors are left ({seen.strerror}): close what is open, or raise the limit (ulimit -n)"
+                f"no file descriptors are left ({seen.strerror}): close some files or connections, or raise the limit "
+                "(ulimit -n)"
             )
         if isinstance(seen, RuntimeError) and _NO_THREAD in str(seen):
             return ExhaustedError(
@@ -241,8 +242,8 @@ class HomeProcess:
         if not self.here:
             made_in, used_in = self._made_in, os.getpid()
             raise ForkedError(
-                f"{self._what} was made in process {made_in} and is used in its forked child {used_in}, which has none "
-                "of its threads: make another one in the child, or start the child with "
+                f"{self._what} was created in process {made_in} and is used in its forked child {used_in}, which does "
+                "not have its threads: create another one in the child, or start the child with "
                 'multiprocessing.get_context("spawn")',
                 made_in=made_in,
                 used_in=used_in,

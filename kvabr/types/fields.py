@@ -109,7 +109,7 @@ class OptionField:
                 self.check(one)
             return
         if self.choices and value not in self.choices:
-            raise OptionError(self.name, value, f"choose one of {', '.join(self.choices)}")
+            raise OptionError(self.name, value, f"choose from {', '.join(self.choices)}")
         limits = []
         holds = True
         for bound in self.bounds:

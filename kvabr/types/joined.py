@@ -33,9 +33,10 @@ from kvabr.types.units import COMPUTED, Unit
 _NO_BYTES = 1
 """Size of a group without frames, bytes."""
 _NO_COMMON_TRACK = (
-    "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
+    "it shares no track, or not the codec profile, with most of this prompt's passages; publish it as they were "
+    "published"
 )
-_NOT_MEASURED = "what joining it costs was not measured; publish it anew with its fusion losses, or set max_loss=inf"
+_NOT_MEASURED = "the loss of joining it was not measured; publish it again with fusion losses, or set max_loss=inf"
 
 
 class Joined(NamedTuple):

@@ -69,19 +69,19 @@ class RopeSpec:
         """Raise `FormatError` if the embedding is not valid for heads with ``head_dim`` dimensions."""
         rotary, frequencies = self.rotary_dim, self.frequencies
         if type(rotary) is not int or not 0 < rotary <= head_dim or rotary % 2:
-            raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {head_dim}")
+            raise FormatError(f"KV spec: rotary_dim must be even and at most {head_dim}, got {rotary!r}")
         # The lower bound keeps powers of theta within the limit for frequencies, so angles stay finite.
         if not _is_number(self.theta) or not 1 / _MAX_FREQUENCY <= self.theta <= _MAX_THETA:
             raise FormatError(f"KV spec: rope theta must be a number from 1/{_MAX_FREQUENCY:g} to {_MAX_THETA:g}")
         if self.layout not in ("half", "interleaved"):
-            raise FormatError(f"KV spec: rope layout is {self.layout!r}, must be half or interleaved")
+            raise FormatError(f"KV spec: rope layout must be half or interleaved, got {self.layout!r}")
         if frequencies is not None:
             if not isinstance(frequencies, tuple) or len(frequencies) != rotary // 2:
                 raise FormatError(f"KV spec: rope needs {rotary // 2} frequencies, one for each pair of dimensions")
             if not all(_is_number(each) and 0 < each <= _MAX_FREQUENCY for each in frequencies):
-                raise FormatError(f"KV spec: a rope frequency is not a number above 0, and at most {_MAX_FREQUENCY:g}")
+                raise FormatError(f"KV spec: rope frequencies must be more than 0 and at most {_MAX_FREQUENCY:g}")
         if type(self.first) is not int or not 0 <= self.first <= head_dim - rotary:
-            raise FormatError(f"KV spec: rope begins at {self.first!r}, must be from 0 to {head_dim - rotary}")
+            raise FormatError(f"KV spec: rope must begin at 0 to {head_dim - rotary}, got {self.first!r}")
         if not _is_number(self.factor) or not 1 / _MAX_FREQUENCY <= self.factor <= _MAX_FREQUENCY:
             raise FormatError(f"KV spec: rope factor must be a number from 1/{_MAX_FREQUENCY:g} to {_MAX_FREQUENCY:g}")
 
@@ -151,32 +151,33 @@ class LayerClass:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise FormatError(
-                f"KV spec: unknown kind of layer class {self.kind!r}, must be one of {', '.join(KINDS)}; upgrade kvabr"
+                f"KV spec: unknown kind of layer class {self.kind!r}; this version knows {', '.join(KINDS)}; upgrade "
+                "kvabr"
             )
         state, layers = self.kind == "state", self.layers
         whole = isinstance(layers, tuple) and set(map(type, layers)) <= {int}
         if not whole or not 0 <= min(layers, default=0) <= max(layers, default=0) < MAX_LAYERS:
-            raise FormatError(f"KV spec: layers of a class must be numbers from 0 to {MAX_LAYERS - 1}")
+            raise FormatError(f"KV spec: layers of a class must be whole numbers from 0 to {MAX_LAYERS - 1}")
         if not layers or list(layers) != sorted(set(layers)):
-            raise FormatError("KV spec: a class must list its layers in ascending order, at least one")
+            raise FormatError("KV spec: a class must list at least one layer, in ascending order")
         check_whole("heads", self.heads, 1, MAX_HEADS)
         check_whole("k_dim", self.k_dim, 1, MAX_GROUP_TOKENS if state else MAX_DIM)
         check_whole("v_dim", self.v_dim, int(state), 0 if self.kind == "latent" else MAX_DIM)
         if self.dtype not in ITEM_BYTES:
-            raise FormatError(f"KV spec: dtype is {self.dtype!r}, must be one of {', '.join(ITEM_BYTES)}")
+            raise FormatError(f"KV spec: dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
         if self.rope is not None:
             if state:
-                raise FormatError("KV spec: a state is not rotated")
+                raise FormatError("KV spec: a state cannot have a rope")
             self.rope.check(self.k_dim if self.halves == 2 else sum(self.split))
         if not isinstance(self.role, str) or not _ROLE.fullmatch(self.role):
-            raise FormatError(f"KV spec: a class's role must have at most 16 lowercase letters, not {self.role!r}")
+            raise FormatError(f"KV spec: a class's role must have at most 16 lowercase letters, got {self.role!r}")
         self._check_reach()
         self._check_scales()
 
     def _check_scales(self) -> None:
         if self.dtype not in QUANTISED:
             if self.scales is not None:
-                raise FormatError(f"KV spec: a cache in {self.dtype} has no scales; those of {QUANTISED[0]} do")
+                raise FormatError(f"KV spec: a cache in {self.dtype} cannot have scales; one in {QUANTISED[0]} can")
             return
         if self.scales is None:
             raise FormatError(f"KV spec: a cache in {self.dtype} needs the scales of its engine")
@@ -187,13 +188,13 @@ class LayerClass:
                 f"{each * self.heads} (one per head)"
             )
         if not all(_is_number(scale) and 1 / _MAX_SCALE <= scale <= _MAX_SCALE for scale in self.scales):
-            raise FormatError(f"KV spec: a scale is not a number from 1/{_MAX_SCALE:g} to {_MAX_SCALE:g}")
+            raise FormatError(f"KV spec: scales must be numbers from 1/{_MAX_SCALE:g} to {_MAX_SCALE:g}")
 
     def _check_reach(self) -> None:
         for name, kinds in (("window", ("window", "chunked")), ("interval", ("state",))):
             value = getattr(self, name)
             if self.kind not in kinds and value is not None:
-                raise FormatError(f"KV spec: a class of kind {self.kind} has no {name}")
+                raise FormatError(f"KV spec: a class of kind {self.kind} cannot have {name}")
             if value is not None or (name == "window" and self.kind in kinds):
                 check_whole(name, value, 1, 1 << 31)
 
@@ -300,7 +301,7 @@ def _counted(count: int, word: str) -> str:
 def check_whole(name: str, value: object, least: int, limit: int) -> None:
     """Raise `FormatError` if a field is not a whole number within bounds."""
     if type(value) is not int or not least <= value <= limit:
-        raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {limit}")
+        raise FormatError(f"KV spec: {name} must be a whole number from {least} to {limit}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -327,12 +328,12 @@ class KVSpec:
         for each in self.classes:
             if each.interval is not None and each.interval % self.group_tokens:
                 raise FormatError(
-                    f"KV spec: snapshots every {each.interval} tokens do not lie between groups of {self.group_tokens}"
+                    f"KV spec: snapshots every {each.interval} tokens do not match groups of {self.group_tokens} tokens"
                 )
         if self.part_of is None:
             self._check_layers()
         elif len(self.classes) != 1:
-            raise FormatError("KV spec: a part is one class of a spec")
+            raise FormatError("KV spec: a part must be one class of a spec")
 
     def _check_layers(self) -> None:
         held = [(layer, each.role) for each in self.classes for layer in each.layers]
@@ -368,7 +369,9 @@ class KVSpec:
     def only(self) -> LayerClass:
         """The only layer class; raise `FormatError` if there are several."""
         if len(self.classes) > 1:
-            raise FormatError(f"{self.model} has several layer classes ({', '.join(self.names)}), which differ in this")
+            raise FormatError(
+                f"{self.model} has several layer classes ({', '.join(self.names)}), which differ in this property"
+            )
         return self.classes[0]
 
     @property
@@ -490,7 +493,7 @@ class KVSpec:
             return track, 0
         level, _, name = track.rpartition(".")
         if not level or name not in self.names:
-            raise FormatError(f"{track!r} names no layer class of {self.model}; it has {', '.join(self.names)}")
+            raise FormatError(f"{track!r} names no layer class of {self.model}; choose from {', '.join(self.names)}")
         return level, self.names.index(name)
 
     def fp16_bytes(self, tokens: int) -> int:
@@ -539,7 +542,7 @@ class KVSpec:
                 part_of = whole[:64], name[:64]
             return cls(**fields, classes=classes, part_of=part_of)
         except (TypeError, KeyError, ValueError, OverflowError, UsageError) as error:
-            raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
+            raise FormatError(f"KV spec: this version cannot read it ({error})") from error
 
     def same_cache(self, other: KVSpec) -> bool:
         """Return True if both specs describe the same cache, ignoring group size and snapshot interval."""

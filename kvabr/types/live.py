@@ -59,7 +59,7 @@ class LiveCatalog:
     def __post_init__(self) -> None:
         check(self, "live catalog")
         if self.catalog.passage is not None:
-            raise FormatError("live catalog: must not be of a passage, which is published when complete")
+            raise FormatError("live catalog: must not be of a passage, because passages are published when complete")
         if len(self.seconds) != len(self.catalog.chunks):
             raise FormatError(
                 f"live catalog: must have a time for each of {len(self.catalog.chunks)} groups, got {len(self.seconds)}"
@@ -80,7 +80,7 @@ class LiveCatalog:
             raise FormatError(f"live catalog: {len(text)} bytes, more than the {MAX_LIVE_BYTES} allowed")
         head, newline, rest = text.partition(b"\n")
         if not newline:
-            raise FormatError("live catalog: it has no second line")
+            raise FormatError("live catalog: the second line is missing")
         catalog = Catalog.loads(rest)
         if head.count(b",") > len(catalog.chunks) + _BASE_VALUES:
             raise FormatError(f"live catalog: more times than its {len(catalog.chunks)} groups")
@@ -134,7 +134,7 @@ def parse_edge(data: bytes) -> EdgeMessage:
     """Parse an untrusted edge message; raise `FormatError` if it is invalid."""
     messages = parse_edges(data)
     if len(messages) != 1:
-        raise FormatError(f"edge message: {len(messages)} messages, must be 1")
+        raise FormatError(f"edge message: must be 1 message, got {len(messages)}")
     return messages[0]
 
 
@@ -163,7 +163,7 @@ def _message(value: Any) -> EdgeMessage:
 def check_kind(news: PublishedFrames, kind: str) -> None:
     """Raise `FormatError` if a digest is of another kind than those of the live catalog."""
     if any(kind_of(digest) != kind for _, digest in news.frames.values()):
-        raise FormatError(f"edge message: group {news.group} has digests of another kind than {kind}")
+        raise FormatError(f"edge message: group {news.group} must have digests of the kind {kind}")
 
 
 def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
@@ -234,7 +234,7 @@ class NewsOrder:
     def check_key(self, message: EdgeMessage) -> None:
         """Raise `FormatError` if a message is from another production."""
         if message.key != self._key:
-            raise FormatError("a message of another production")
+            raise FormatError("the message belongs to another prefill of this prompt")
 
     def take(self, news: PublishedFrames) -> set[str]:
         """Process the next message; return the tracks that now have a frame of its group, or never will.
@@ -248,7 +248,7 @@ class NewsOrder:
         check_kind(news, self._catalog.digest_kind)
         group, groups = news.group, len(self._catalog.chunks)
         if group >= groups:
-            raise FormatError(f"received group {group}, but the live catalog has {groups}")
+            raise FormatError(f"received group {group}, but the live catalog has {groups} groups")
         if new := group == self.groups:
             self._check_base(news)
             due = self.tracks(group)
@@ -385,7 +385,7 @@ class GrowingCatalog:
                 self.left_out.add((group, track))
             return False
         if frame[0] > self._max_bytes:
-            raise FormatError(f"edge message: a group of {name} with {frame[0]} bytes, more than a cache can need")
+            raise FormatError(f"edge message: a group of {name} has {frame[0]} bytes, more than a cache can need")
         self._sizes[track][group], self._digests[track][group] = frame
         self.known[name][number] = frame[1]
         self.left_out.discard((group, track))

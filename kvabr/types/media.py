@@ -43,7 +43,7 @@ class MediaTokens(Sequence[int]):
             self.ids, self.media = tuple(map(index, ids)), tuple(media)
         except TypeError as error:
             raise UsageError(
-                f"a prompt with media must have whole numbers as ids and `Medium`s as media: {error}"
+                f"a prompt with media must have whole numbers as token ids and `Medium` objects as media: {error}"
             ) from error
         place = -_MAX_TOKENS
         for each in self.media:
@@ -56,8 +56,8 @@ class MediaTokens(Sequence[int]):
             end = each.first + each.tokens
             if not place <= each.first < end <= _MAX_TOKENS or end <= 0 or each.first >= len(self.ids):
                 raise UsageError(
-                    f"a medium at tokens {each.first} to {end - 1} of {len(self.ids)}: media have at least one token, "
-                    "lie in the prompt, and follow one another"
+                    f"a medium at tokens {each.first} to {end - 1} of {len(self.ids)}: media must have at least one "
+                    "token, lie in the prompt, and not overlap"
                 )
             place = end
 

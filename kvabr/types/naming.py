@@ -90,7 +90,7 @@ class TrackNamespace:
         except UnicodeEncodeError as error:
             raise FormatError(f"track namespace: {self.model!r} cannot be written as UTF-8") from error
         if not isinstance(self.prompt, str) or not _DIGEST.fullmatch(self.prompt):
-            raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {str(self.prompt)[:80]!r}")
+            raise FormatError(f"track namespace: the prompt field must be 64 hex digits, got {str(self.prompt)[:80]!r}")
 
     def fields(self) -> tuple[bytes, ...]:
         """Return the draft's namespace tuple: (root, model, prompt)."""
@@ -168,7 +168,7 @@ def _link(state: bytes, tokens: Sequence[int]) -> bytes:
     try:
         packed = struct.pack(f"<I{len(tokens)}I", len(tokens), *tokens)
     except (struct.error, TypeError, ValueError) as error:
-        raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
+        raise UsageError(f"token ids must be whole numbers from 0 to 2**32 - 1 ({error})") from error
     media = media_bytes(tokens) if isinstance(tokens, MediaTokens) else b""
     return hashlib.sha256(state + packed + media).digest()
 
@@ -176,7 +176,7 @@ def _link(state: bytes, tokens: Sequence[int]) -> bytes:
 def prefix_key(digest: str) -> bytes:
     """Return the first 8 bytes of a digest, which are used in a lookup's name."""
     if not _DIGEST.fullmatch(digest):
-        raise FormatError(f"a prompt digest has 64 hex digits, not {digest[:80]!r}")
+        raise FormatError(f"a prompt digest must have 64 hex digits, got {digest[:80]!r}")
     return bytes.fromhex(digest[: 2 * _KEY_BYTES])
 
 
@@ -250,7 +250,9 @@ def parse_prefix_track(name: str) -> list[bytes]:
     except (binascii.Error, ValueError) as error:
         raise FormatError(f"prefix lookup: not base64 ({error})") from error
     if len(keys) % _KEY_BYTES or len(keys) > MAX_PREFIX_DIGESTS * _KEY_BYTES:
-        raise FormatError(f"prefix lookup: {len(keys)} bytes are not 0 to {MAX_PREFIX_DIGESTS} digests of {_KEY_BYTES}")
+        raise FormatError(
+            f"prefix lookup: must have 0 to {MAX_PREFIX_DIGESTS} digests of {_KEY_BYTES} bytes, got {len(keys)} bytes"
+        )
     if base64.urlsafe_b64encode(keys).rstrip(b"=").decode() != text:
         raise FormatError("prefix lookup: not in its canonical form")
     return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
@@ -286,7 +288,7 @@ def with_facts(name: str, facts: Mapping[str, Any]) -> str:
     try:
         text = json.dumps([name, given], sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{name}: the facts of this model cannot be encoded in its name ({error})") from error
+        raise UsageError(f"{name}: the properties of this model cannot be encoded in its name ({error})") from error
     return _marked(name[:MAX_READABLE], b"kvabr.facts/1", text)
 
 

@@ -68,7 +68,7 @@ def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     """Return the parts of a prompt; raise `UsageError` if there are not 1 to 4,096."""
     found = tuple(parts)
     if not 0 < len(found) <= MAX_PARTS or not all(isinstance(part, Exact | Passage) for part in found):
-        raise UsageError(f"a prompt is made of 1 to {MAX_PARTS} parts, each an Exact or a Passage")
+        raise UsageError(f"a prompt must have 1 to {MAX_PARTS} parts, each an Exact or a Passage")
     return found
 
 
@@ -93,9 +93,11 @@ def check_movable(spec: KVSpec) -> None:
     Moving requires a single layer class with full attention or latents, and keys with a known rotation.
     """
     if len(spec.classes) != 1 or spec.only.kind not in ("full", "latent"):
-        raise FormatError(f"{spec.model}: passages need full attention in every layer; it has {', '.join(spec.names)}")
+        raise FormatError(
+            f"{spec.model}: passages need full attention in every layer, but the model has {', '.join(spec.names)}"
+        )
     if spec.only.rope is None:
-        raise FormatError(f"{spec.model}: keys cannot be moved, since its spec does not say how they are rotated")
+        raise FormatError(f"{spec.model}: keys cannot be moved, because the spec does not say how they are rotated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +166,13 @@ class PassageNotes:
 
 def _ids(ids: Iterable[int]) -> tuple[int, ...]:
     if isinstance(ids, MediaTokens):
-        raise UsageError("parts of a prompt are tokens alone: none of them may stand for a picture, sound or film")
+        raise UsageError("parts of a prompt must be token ids without media (pictures, sound or film)")
     try:
         found = tuple(map(index, ids))
     except TypeError as error:
-        raise UsageError(f"token ids are whole numbers: {error}") from error
+        raise UsageError(f"token ids must be whole numbers ({error})") from error
     if not found:
-        raise UsageError("a part of a prompt needs at least one token")
+        raise UsageError("a part of a prompt must have at least 1 token, got 0")
     if min(found) < 0 or max(found) >= 1 << 32:
-        raise UsageError("token ids are whole numbers from 0 to 2**32 - 1")
+        raise UsageError("token ids must be whole numbers from 0 to 2**32 - 1")
     return found

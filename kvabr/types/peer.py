@@ -32,16 +32,17 @@ class PeerOptions:
     """
 
     token: Annotated[str | None, Shown("--token T", alone="token")] = field(default=None, repr=False)
-    """Token for the peer; on a command line every user of the machine can see it, so prefer a file (default:
-    the environment's KVABR_TOKEN)."""
+    """Token for the peer; on a command line every user of the machine can see it, so prefer a file (default: the
+    environment variable KVABR_TOKEN).
+    """
     token_file: Annotated[Path | None, Shown("--token-file F", alone="token", engines=True)] = None
     """File with the token; read again for each connection, so that it may be replaced."""
     ca: Annotated[Path | None, Shown("--ca F.pem", alone="trust", engines=True)] = None
-    """PEM file of certificates to trust instead of the system's: authorities, or the peer's own certificate."""
+    """PEM file of certificates to trust instead of the system's: CA certificates, or the peer's own certificate."""
     fingerprint: Annotated[str | None, Shown("--fingerprint HEX", alone="trust", engines=True)] = None
     """SHA-256 of the only certificate to trust, 64 hex digits, with or without colons."""
     insecure: Annotated[bool, Shown(alone="trust")] = False
-    """Do not verify the certificate: who can redirect packets can then read the token and the cache."""
+    """Do not verify the certificate: anyone who can redirect packets can then read the token and the cache."""
     quic: Annotated[Quic, Shown()] = "auto"
     """QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer."""
     transport: Annotated[TransportChoice, Shown(engines=True)] = "auto"
@@ -49,12 +50,14 @@ class PeerOptions:
     timeout_s: Annotated[float, Gt(0), Lt(math.inf), Shown("--timeout S")] = 5.0
     """Seconds that connecting may take."""
     lanes: Annotated[int, Ge(1), Le(MAX_LANES), Shown("--lanes N")] = 1
-    """Most connections to a peer: further ones are opened where they bring more. Object stores have their own."""
+    """Maximum number of connections to a peer; further ones are opened if they raise the rate. Object stores have their
+    own.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.token is not None and self.token_file is not None:
-            raise UsageError("give a token or a file with one, not both")
+            raise UsageError("give a token or a token file, not both")
         if self.fingerprint is not None:
             try:
                 object.__setattr__(self, "fingerprint", fingerprint_of(self.fingerprint))

@@ -93,7 +93,7 @@ def read(data: bytes, kind: type[T], what: str, schema: str | None = None) -> T:
         check_schema(written, what, schema)
     given = {name: part for name in parts.__struct_fields__ if (part := getattr(parts, name)) is not None}
     if len(data) - sum(map(_bytes, given.values())) > MAX_SKIPPED_BYTES:
-        raise FormatError(f"{what}: more than {MAX_SKIPPED_BYTES} bytes of members unknown to this version")
+        raise FormatError(f"{what}: more than {MAX_SKIPPED_BYTES} bytes of fields that this version does not know")
     if lacks := [each.name for each in _fields(kind) if each.default is MISSING and each.name not in given]:
         raise FormatError(f"{what}: a field is missing, {lacks[0]}")
     kinds = _published(kind)

@@ -147,7 +147,7 @@ def test_a_link_that_is_dead_from_the_start(engine):
     outcome = Experiment(offer, options).play(dead, 0.0, "anytime", log=True)
     if engine is None:
         assert outcome.record.delivered_s is None
-        assert "8 of 8 groups are still not in place, and nothing has come" in outcome.run["gave_up"]
+        assert "8 of 8 groups are still not in place, and no data has arrived" in outcome.run["gave_up"]
         assert outcome.log[-1].t <= 1.5
     else:
         assert outcome.run["met"]

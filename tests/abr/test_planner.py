@@ -27,7 +27,7 @@ from tests.replay.worlds import world, worlds
 
 @pytest.mark.parametrize("price", [-1.0, float("nan")])
 def test_a_price_that_makes_no_sense_is_refused(price):
-    with pytest.raises(UsageError, match="zero or more"):
+    with pytest.raises(UsageError, match="0 or more"):
         PlayerConfig(gpu_price=price)
 
 

@@ -23,11 +23,11 @@ def test_a_policy_takes_its_parameters_by_name(tmp_path):
     ("argument", "words"),
     [
         ("caution=9", "from 0.1 to 1.5"),
-        ("nosuch=1", "no parameter nosuch; there are caution, idle"),
-        ("caution=much", "not name=number"),
-        ("caution=nan", "not name=number"),
-        ("caution=0.5,caution=0.6", "not name=number"),
-        ("caution=0.5,", "not name=number"),
+        ("nosuch=1", "unknown parameter nosuch; choose from caution, idle"),
+        ("caution=much", "must be NAME=NUMBER"),
+        ("caution=nan", "must be NAME=NUMBER"),
+        ("caution=0.5,caution=0.6", "must be NAME=NUMBER"),
+        ("caution=0.5,", "must be NAME=NUMBER"),
     ],
 )
 def test_what_a_policy_does_not_take_is_refused(tmp_path, argument, words):

@@ -56,7 +56,7 @@ def test_one_group_is_fetched_at_least_and_what_is_skipped_is_not(catalog):
 
 @pytest.mark.parametrize("arguments", [{"following": -1}, {"following": 1, "limit": -1}, {"following": 1 << 40}])
 def test_absurd_tails_are_refused(catalog, arguments):
-    with pytest.raises(UsageError, match="tokens; give 0 to"):
+    with pytest.raises(UsageError, match="must have 0 to"):
         tail_offers(catalog, GPU, **arguments)
 
 

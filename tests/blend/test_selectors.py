@@ -85,7 +85,7 @@ def test_without_what_it_needs_a_selector_says_so():
 
 @pytest.mark.parametrize("scores", [torch.zeros(9), torch.zeros(10, 1), torch.full((10,), float("nan"))])
 def test_scores_of_another_shape_are_refused(scores):
-    with pytest.raises(PolicyError, match="for 10 tokens"):
+    with pytest.raises(PolicyError, match="must return 10 scores"):
         choose(PROMPT, scores, 0.1)
 
 
@@ -134,5 +134,5 @@ def test_an_entry_point_is_found(tmp_path, monkeypatch):
 
 def test_scores_that_are_no_tensor_are_refused():
     for scores in ([1.0] * 10, None):
-        with pytest.raises(PolicyError, match="not a tensor of 10 scores"):
+        with pytest.raises(PolicyError, match="must return a tensor of 10 scores"):
             choose(PROMPT, scores, 0.1)

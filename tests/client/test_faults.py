@@ -81,7 +81,7 @@ def unknown_codec(catalog):
         (lambda _: b"\xff" * 100, "not JSON"),
         (other_spec, "cannot be mixed"),
         (other_model, "cannot be mixed"),
-        (huge, "no cache needs"),
+        (huge, "more than a cache can need"),
         (unknown_codec, "can be decoded here"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
         ((), 2, "name the cache"),
         (("--name", "NAME", "--wait-for-producer", "1"), 2, "instead of a name"),
         (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "no --no-live"),
-        (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "--deadline that is later"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "--deadline above"),
         (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be at least 0"),
         (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and no producer has started to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
@@ -234,12 +234,12 @@ def test_an_engine_computes_everything_if_no_origin_answers(tmp_path, capsys):
     model = tinymodels.save(tmp_path / "tiny-llama")
     assert kvabr("fetch", *how, "--recompute", model, "--json", result, "--out", out) == 0
     said, line = capsys.readouterr(), json.loads(result.read_text())
-    assert "everything is computed here" in said.err
+    assert "the engine computes the whole cache" in said.err
     assert (line["tokens"], line["tokens_recomputed"], line["backend"], line["bytes_fetched"]) == (352, 352, None, 0)
     assert out.stat().st_size
     for named in (("--name", "m/" + "0" * 64, "--recompute", model), ("--model", model)):
         assert kvabr("fetch", *how, *named) == 1
-        assert "computed here" not in capsys.readouterr().err
+        assert "computes the whole" not in capsys.readouterr().err
 
 
 @pytest.mark.model
@@ -364,7 +364,7 @@ def test_a_device_or_a_pipe_is_left_alone(tmp_path, capsys):
     os.mkfifo(pipe)
     for out in (pipe, "/dev/null"):
         assert kvabr("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", "--out", out) == 2
-        assert "not an ordinary file" in capsys.readouterr().err
+        assert "not a regular file" in capsys.readouterr().err
     assert pipe.is_fifo()
 
 
@@ -419,7 +419,7 @@ def test_the_end_may_be_left_to_the_call_that_computes_a_question(served, short,
     assert main([*command, "--question", "20", "--tail", "40", "-o", str(out)]) == 0
     said, result = capsys.readouterr().out, json.loads(told.read_text())
     assert result["tail"] > 0
-    assert f"the last {result['tail']} tokens of the cache are left to the question's call" in said
+    assert f"the last {result['tail']} tokens of the cache are left for the engine to compute with the question" in said
     assert f"after {20 + result['tail']} tokens that an engine computes" in said
     assert main([*command, "--tail", "40"]) == 2
-    assert "give --question N" in capsys.readouterr().err
+    assert "--tail needs --question" in capsys.readouterr().err

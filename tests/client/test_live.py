@@ -142,7 +142,7 @@ async def test_a_prompt_that_goes_on_elsewhere_plays_what_is_shared(producer):
 @virtual
 async def test_a_producer_that_stalls_ends_the_play_at_its_deadline(producer):
     end = await played(producer, producer.run(0.5, 6), deadline=8)
-    assert "published 6, no more so far" in end.error
+    assert "published 6 and has not stopped" in end.error
     assert 7.9 < end.took_s < 8.1
     assert end.missing == (6, 7, 8, 9)
     assert end.result.tokens == 96
@@ -244,7 +244,7 @@ async def test_what_has_become_complete_meanwhile_is_told_by_its_catalog(produce
 @virtual
 async def test_a_producer_that_dies_ends_the_play_with_its_reason(producer, reason):
     end = await played(producer, 1, lambda: producer.publish(3), 1, lambda: producer.end(reason), deadline=20)
-    assert f"then it stopped: {reason[:20]}" in end.error
+    assert f"and then stopped: {reason[:20]}" in end.error
     assert end.took_s < 3
     assert [(event.edge, event.reason) for event in end.of(ProducerStopped)] == [(3, reason)]
 
@@ -254,7 +254,7 @@ async def test_the_end_of_another_production_is_not_that_of_this_one(producer):
     producer.publish(3)
     producer.news.append(LiveEnd("f" * 16, "the first one died").dumps())
     end = await played(producer, deadline=20)
-    assert "of another production" in end.error
+    assert "belongs to another prefill" in end.error
     assert "the first one died" not in end.error
 
 
@@ -291,7 +291,7 @@ async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer):
     ("change", "says"),
     [
         (lambda data: data.replace(b'"group":2', b'"group":3'), "received group 3, expected 2"),
-        (lambda data: data.replace(b"0123456789abcdef", b"0123456789abcdee"), "another production"),
+        (lambda data: data.replace(b"0123456789abcdef", b"0123456789abcdee"), "another prefill"),
         (lambda _: b"nonsense", "edge message"),
         (lambda _: b"", ""),  # nothing comes: it is asked for again
         (lambda _: b"[" * 1000, "edge message"),

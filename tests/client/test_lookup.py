@@ -189,7 +189,7 @@ async def test_a_profile_that_is_not_the_one_named_is_refused(origin, long, shor
             await ProfileCache().fetch(link, long)
         with pytest.raises(FormatError, match="at profile"):
             await ProfileCache().fetch(link, replace(long, profile="../../etc/passwd"))
-        with pytest.raises(FormatError, match="profile of"):
+        with pytest.raises(FormatError, match="profile must have"):
             await ProfileCache().fetch(link, replace(long, profile_bytes=0))
         assert await ProfileCache().fetch(link, short) is None
         assert not memory._profiles

@@ -59,7 +59,7 @@ async def test_the_only_model_of_an_origin_is_meant(origin):
 @virtual
 async def test_several_models_must_be_told_apart(published):
     async with connection(published) as link, AsyncClient(link) as client:
-        with pytest.raises(UsageError, match=r"several models: choose one.*other/model, test/model"):
+        with pytest.raises(UsageError, match=r"several models: give model=.*other/model, test/model"):
             await client.play(TOKENS, deadline=2.0)
         for model in ("test/model", SPEC):
             assert close((await client.play(TOKENS, deadline=2.0, model=model)).kv)

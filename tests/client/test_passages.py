@@ -61,7 +61,7 @@ async def test_nobody_plays_a_passage_as_a_prompt(tmp_path):
     async with connection(tmp_path) as link:
         assert isinstance(await play(link, IDS, deadline=5.0, spec=SPEC), NothingCached)
         for tokens in ((), IDS):
-            with pytest.raises(UsageError, match="played as a part"):
+            with pytest.raises(UsageError, match="play it as a part"):
                 await play_asset(link, NAME, deadline=5.0, tokens=tokens)
 
 

@@ -49,7 +49,7 @@ async def test_a_play_by_name(origin, short):
 async def test_no_cache_that_would_lose_more_than_the_bound_is_delivered(origin):
     how = {"deadline": 2.0, "policy": "fixed:Int4", "max_loss": 1e-9}
     async with origin() as link:
-        with pytest.raises(PlayError, match="max_loss is 1e-09"):
+        with pytest.raises(PlayError, match=r"max_loss \(1e-09\)"):
             await play(link, TOKENS, **how)
         played = await play(link, TOKENS, **how, engine=ToyModel(), prefill_cost=COST)
     assert played.loss == 0.0
@@ -76,7 +76,7 @@ async def test_the_cache_lands_in_the_callers_tensor(origin):
         again = await play(link, range(50), deadline=2.0, engine=ToyModel(), prefill_cost=COST, out=out)
         assert again.kv.data_ptr() == out.data_ptr()
         assert close(out[:, :, :, :50], range(50), 1e-5)
-        with pytest.raises(UsageError, match="`out` is"):
+        with pytest.raises(UsageError, match="`out` must be"):
             await play(link, TOKENS, deadline=2.0, spec=SPEC, out=torch.zeros(SPEC.shape(60)))
 
 
@@ -114,13 +114,13 @@ async def test_arguments_that_make_no_sense(origin):
         ):
             with pytest.raises(UsageError, match=error):
                 await play(link, TOKENS, **({"deadline": 1.0, "spec": SPEC} | options))
-        with pytest.raises(UsageError, match="at least one token"):
+        with pytest.raises(UsageError, match="at least 1 token"):
             await play(link, [], deadline=1.0, spec=SPEC)
         for wrong in ({"tokens": [1]}, None, "abc", b"ab", {1}, iter([1]), 5, torch.ones(2, 3, dtype=torch.int32)):
             with pytest.raises(UsageError, match=r"sequence of token ids|one dimension"):
                 await play(link, wrong, deadline=1.0, spec=SPEC)
         for wrong in ([1.5], ["a"], [None], [-1], [1 << 32], [[1]]):
-            with pytest.raises(UsageError, match="token ids are whole numbers"):
+            with pytest.raises(UsageError, match="token ids must be whole numbers"):
                 await play(link, wrong, deadline=1.0, spec=SPEC)
         with pytest.raises(PolicyError, match="unknown policy"):
             await play(link, TOKENS, deadline=1.0, spec=SPEC, policy="hope")

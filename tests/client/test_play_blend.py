@@ -190,7 +190,7 @@ async def test_what_cannot_be_computed_again_is_said_at_once(library_origin):
             ("max_loss", ToyBlendModel(), {"max_loss": -1.0}, PARTS),
             ("token ids", ToyBlendModel(), {"question": "what?"}, PARTS),
             ("from 0 to", ToyBlendModel(), {"question": (3, -1)}, PARTS),
-            ("103 tokens in all", small, {}, PARTS),
+            ("103 tokens in total", small, {}, PARTS),
         ):
             with pytest.raises(UsageError, match=words):
                 await play(link, parts=parts, deadline=1.0, engine=engine, **how, **DEAR)

@@ -304,7 +304,7 @@ def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, caps
         "fixed:FP16",
     ]
     assert main(words) == 0, capsys.readouterr().err
-    assert f"{gone} is left out: " in capsys.readouterr().err
+    assert f"{gone} is not used: " in capsys.readouterr().err
     assert close(load_file(out)["kv"], error=1e-5)
     requests = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "request"]
     assert {line["source"] for line in requests} == {1}

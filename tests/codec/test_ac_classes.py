@@ -119,7 +119,7 @@ def test_a_profile_of_one_class_is_refused_for_another(profile):
     assert Profile.from_bytes(alone.to_bytes()).spec == window
     kv = cache_of(full, 100)
     with pytest.raises(
-        ForeignError, match=r"the class window200 of test/every-class .*, the cache is of the class full"
+        ForeignError, match=r"the class window200 of test/every-class .*, but the cache is of the class full"
     ):
         encode_group(kv, "AC-5x", GroupContext(full, 0, 100, alone), CHUNK, 0)
     with pytest.raises(ForeignError, match="the class window200 of"):
@@ -166,7 +166,7 @@ def test_a_broken_file_of_several_classes_is_refused(profile, change):
 
 def test_heads_that_no_decoder_takes_are_refused():
     huge = KVSpec("test/huge", "tokenizer", (LayerClass("full", (0,), 1, 4096, 4000, "float16"),))
-    with pytest.raises(FormatError, match="8096 channels of a head, at most 4096 are allowed"):
+    with pytest.raises(FormatError, match="channels per head must be at most 4096, got 8096"):
         plain(huge)
 
 
@@ -249,5 +249,5 @@ def test_states_of_too_many_pieces_have_no_ac():
     assert has_ac(SPEC)
     assert has_ac(HYBRID)
     assert not has_ac(wide)
-    with pytest.raises(FormatError, match=r"AC-5x: there is no AC for the states of test/wide .* too long"):
+    with pytest.raises(FormatError, match=r"AC-5x: AC cannot code the states of test/wide .* too long"):
         encode_group(torch.zeros(wide.shape(256)), "AC-5x", GroupContext(wide, 0, 256), CHUNK, 0)

@@ -80,7 +80,7 @@ def test_raw_is_the_cache_to_the_bit(name):
     bad = torch.full_like(kv, float("inf")).permute(3, 0, 1, 2, 4).contiguous().view(torch.uint8).numpy().tobytes()
     with pytest.raises(FormatError, match="not finite"):
         codec("Raw").decode(memoryview(bad), context, torch.empty_like(kv))
-    with pytest.raises(FormatError, match="truncated, or another version"):
+    with pytest.raises(FormatError, match="truncated, or of another version"):
         codec("Raw").decode(memoryview(payload[:-1]), context, torch.empty_like(kv))
 
 

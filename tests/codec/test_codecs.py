@@ -220,7 +220,7 @@ def test_a_run_decodes_from_the_head_and_its_own_units(track, sizes, tokens, dat
 def test_a_payload_of_another_size_is_refused(track):
     context, payload, _ = encoded(track, (2, 2, 32), 70)
     for wrong in (b"", payload[:-1], payload + b"\0"):
-        with pytest.raises(FormatError, match="bytes of payload instead of"):
+        with pytest.raises(FormatError, match="bytes of payload, expected"):
             decoded(track, context, wrong)
 
 

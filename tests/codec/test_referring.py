@@ -132,7 +132,7 @@ def test_payloads_that_lie_are_refused():
         decode([MARK + payload], fitted(), 128, "AC-L0")
     with pytest.raises(FormatError, match="64 tokens"):
         decode([payload], fitted(), 64, "AC-L0")
-    with pytest.raises(FormatError, match="listed"):
+    with pytest.raises(FormatError, match="lists"):
         decode([payload, payload], fitted(), 128, "AC-L1")
     assert struct.unpack("<I", MARK)[0] < 0xFFFFFFFD
     assert TILE == 2 * LANES

@@ -63,7 +63,7 @@ def test_a_package_adds_one(monkeypatch, tmp_path):
     assert len(adapters()) == len(BUILTIN) + 1
 
 
-@pytest.mark.parametrize(("value", "named"), [("42", "is not an Adapter, but 42"), ("1 / 0", "cannot be loaded")])
+@pytest.mark.parametrize(("value", "named"), [("42", "must be an Adapter, got 42"), ("1 / 0", "cannot be loaded")])
 def test_an_entry_point_that_is_none(monkeypatch, tmp_path, value, named):
     folder = tmp_path / named.split()[-1]
     folder.mkdir()

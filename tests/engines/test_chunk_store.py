@@ -74,7 +74,7 @@ def test_what_loses_more_than_the_engine_may_keep_is_not_used(origin, loop, capl
     assert loop.call(played(keep_loss=came.loss)) is not None
     with caplog.at_level(logging.WARNING):
         assert loop.call(played(keep_loss=0.001)) is None
-    assert "a cache is not used: the engine would keep it" in caplog.text
+    assert "a cache is not used: its expected loss is" in caplog.text
 
 
 def said(caplog):
@@ -145,7 +145,7 @@ def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile
             assert loop.call(other.play("later", elsewhere)) is None
         assert loop.call(other.leading(["first", "later"], [range(1), range(256, 257)])) == 1
     assert loop.call(other.leading(["first", "later"], [range(1), range(512, 513)])) == 2
-    assert said(caplog) == ["kvabr: the origin's cache has another position: token 512 of a prompt instead of 256"]
+    assert said(caplog) == ["kvabr: the origin's cache has another position: token 512 of a prompt, expected 256"]
     loop.call(other.close())
 
 

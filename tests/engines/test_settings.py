@@ -34,8 +34,8 @@ def test_defaults_and_values(kind, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("deadline", 1, "there is no key 'deadline'; did you mean 'deadline_s'?"),
-        ("zzz", 1, "there is no key 'zzz'; there are url, sources, "),
+        ("deadline", 1, "unknown key 'deadline'; did you mean 'deadline_s'?"),
+        ("zzz", 1, "unknown key 'zzz'; choose from url, sources, "),
         ("deadline_s", 0, "deadline_s is 0: it must be greater than 0"),
         ("deadline_s", True, "deadline_s is True: it must be a valid number"),
         ("deadline_s", "2", "deadline_s is '2': it must be a valid number"),
@@ -75,7 +75,7 @@ def test_further_sources_are_urls_beside_a_first_one():
         assert kind.read(URL | {"sources": ["moqt://other.test/"]}, "here").sources == ("moqt://other.test/",)
         with pytest.raises(UsageError, match="here: sources"):
             kind.read(URL | {"sources": ["other.test"]}, "here")
-        with pytest.raises(UsageError, match="further sources need a first one, url"):
+        with pytest.raises(UsageError, match="sources need a first origin, url"):
             kind.read({"sources": ["moqt://other.test/"], "publish": "folder"}, "here")
 
 

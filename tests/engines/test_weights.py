@@ -154,7 +154,7 @@ def test_files_that_change_while_they_are_read_are_an_error(folder, monkeypatch)
         return read(path, at, meter)
 
     monkeypatch.setattr(weights, "_piece", changing)
-    with pytest.raises(ModelError, match="changes while it is read"):
+    with pytest.raises(ModelError, match="has changed while it was read"):
         weights_digest(folder)
 
 

@@ -235,7 +235,7 @@ async def test_answers_that_nobody_reads(root, tls, fingerprint, monkeypatch):
             end.settle()
             end.transport.flush()
             await until(lambda: peer.transport.quic._close_event is not None)
-            assert peer.transport.quic._close_event.reason_phrase == "answers are not read"
+            assert peer.transport.quic._close_event.reason_phrase == "the peer does not read answers"
             await until(lambda: peer not in served.server.peers)
         await others_are_served(served)
         await served.empty()

@@ -41,7 +41,7 @@ REASONS = {
     "empty": "the group is empty",
     "one bit": "checksum is wrong",
     "noise": "this is not a kvabr group",
-    "another group": "belongs to something else",
+    "another group": "belongs to another cache",
     "one huge object": "longer than the",
     "objects without end": "longer than the",
     "another group's objects": "of group 3 were received",
@@ -134,7 +134,7 @@ async def test_a_catalog_that_vouches_for_frames_of_something_else(root, tls, fi
 
     for what, log in await asyncio.gather(*(one(what, changes) for what, changes in FOREIGN.items())):
         assert all(f"its {what} must be" in reason for reason in log.reasons()), log.reasons()
-        assert "it belongs to something else" in log.reasons()[0]
+        assert "it belongs to another cache" in log.reasons()[0]
 
 
 async def failing(work, kind=TransportError):

@@ -120,7 +120,7 @@ def test_a_section_of_the_laboratory_in_the_configuration_is_no_mistake_without_
     config.write_text("[lba]\njobs = 1\n")
     refused = alone(*REPLAY, config=config)
     assert refused.returncode == 2
-    assert "lba: no command (did you mean 'lab'?)" in refused.stderr
+    assert "lba: unknown command (did you mean 'lab'?)" in refused.stderr
 
 
 THEIRS = """

@@ -159,5 +159,5 @@ def test_families_that_nobody_can_play_are_left_out_and_said_so(tmp_path):
     alone = search(tmp_path / "out", mine, matrix(loads=(0.25,), traces=walks(), starts=1))
     assert alone.folds == found.folds
     assert (alone.gain, alone.held_out_regret) == (found.gain, found.held_out_regret)
-    with pytest.raises(UsageError, match="no play over dead is feasible: give less load"):
+    with pytest.raises(UsageError, match="no play over dead is feasible: give a lower load"):
         search(tmp_path / "out", mine, matrix(loads=(0.25,), traces=(walks()[0], dead), starts=1))

@@ -39,7 +39,7 @@ def test_the_page_holds_everything_and_loads_nothing(shown):
     assert "{{" not in markup
     for policy in what.policies:
         assert f'<th scope="row">{policy}</th>' in markup
-    for title in ("Ranking", "Who wins against whom", "By trace family", "By load", "By round trip", "By engine",
+    for title in ("Ranking", "Which policy beats which", "By trace family", "By load", "By round trip", "By engine",
                   "Where regret comes from", "How regret is spread", "The worst plays"):  # fmt: skip
         assert f">{title}</h2>" in markup
     assert "By deadline" not in markup  # there is but one
@@ -93,7 +93,7 @@ def test_a_matrix_in_which_nothing_is_feasible_has_a_page_that_says_so(tmp_path)
     totals = result(what, played)
     write_report(tmp_path / "page.html", what, played, totals)
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "nothing can be compared" in verdict(totals)
+    assert "policies cannot be compared" in verdict(totals)
     assert "Infeasible plays" in text
     for table in (ranking_table, deadline_table, apart_table):
         table(totals)

@@ -244,7 +244,7 @@ def test_into_the_callers_tensor_of_any_strides():
         play.put(group, "FP16", FRAMES[group, "FP16"])
     assert torch.allclose(play.take().float(), KV, rtol=0.01, atol=0.01)
     assert not wide[:, :, :, TOKENS:].any()
-    with pytest.raises(UsageError, match="expected floats"):
+    with pytest.raises(UsageError, match="must be floats"):
         Assembler(CATALOG, SIDE, out=wide)
 
 

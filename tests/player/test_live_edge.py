@@ -213,7 +213,7 @@ def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
     while not ended:
         pushed = of(actions := [one for fetch in pushed for one in bring(play, fetch, 1.2)], FetchGroup)
         ended = of(actions, GiveUp)
-    assert "2 of 4 groups are still not in place; the producer has published 2, then it stopped: killed" in (
+    assert "2 of 4 groups are still not in place; the producer has published 2 and then stopped: killed" in (
         ended[0].reason
     )
     assert play.record.live == LiveRecord(2, None, "killed", None)
@@ -246,7 +246,7 @@ def test_a_prefix_ends_where_its_producer_stopped():
     while not ended:  # what has arrived waits a moment for the layers that were asked for since
         play.timer(play.next_timer())
         ended = of(decode_all(play, play.actions(), play.next_timer()), Deliver)
-    assert "then it stopped: killed" in ended[0].cut
+    assert "and then stopped: killed" in ended[0].cut
     assert play.record.missing == (2, 3)
 
 

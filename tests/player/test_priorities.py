@@ -107,7 +107,7 @@ def test_one_is_abandoned_only_if_that_helps():
     cheapest = seen.ladder.tracks[0]
     transfer, reason = choose_late(seen, lambda _: cheapest)
     assert (transfer.track, transfer.group) == ("C", 0)
-    assert "A instead frees 3 kB" in reason
+    assert "switching to A frees 3 kB" in reason
     assert choose_late(seen, lambda _: seen.catalog.track("C")) is None  # nothing is cheaper
     seen.ttfb_s = 100.0  # asking again takes longer than what is saved
     assert choose_late(seen, lambda _: cheapest) is None
@@ -131,7 +131,7 @@ def test_an_upgrade_that_cannot_end_in_time_is_dropped_if_a_smaller_one_can():
     seen = replacing(200.0)
     transfer, reason = choose_hopeless(seen, lambda _: "A")
     assert transfer.track == "C"
-    assert "takes 20.00 s of 9.00 s left; A1 would be in time" in reason
+    assert "takes 20.00 s, with 9.00 s left; A1 would be in time" in reason
     assert choose_hopeless(replacing(500.0), lambda _: "A") is None  # it is in time itself
     assert choose_hopeless(replacing(100.0), lambda _: "A") is None  # nothing else is, either
     assert choose_hopeless(replacing(0.0), lambda _: "A") is None

@@ -141,7 +141,7 @@ def test_a_play_that_is_late_and_hears_nothing_is_given_up_with_the_last_fault()
         now = play.next_timer()
         play.timer(now)
     assert 1.0 <= now <= 1.05
-    assert play.record.gave_up.endswith("nothing has come for 0.50 s; last fault: reset, says the test")
+    assert play.record.gave_up.endswith("no data has arrived for 0.50 s; last fault: reset, says the test")
     patient = session(2)
     patient.start(0.0)
     while patient.view.now < 5:

@@ -50,7 +50,7 @@ def test_a_prefix_is_cut_at_the_deadline_and_starts_no_engine():
     bring(play, todo[0], 0.1)
     actions = until_over(play)
     (end,) = of(actions, Deliver)
-    assert (end.now, end.met, end.cut) == (1.0, True, "the deadline has come")
+    assert (end.now, end.met, end.cut) == (1.0, True, "the deadline has passed")
     assert not of(actions, Recompute)
     assert sorted(cancel.request for cancel in of(actions, Cancel)) == [1, 2, 3]
     assert play.record.cut == end.cut
@@ -88,7 +88,7 @@ def test_a_prefix_is_cut_when_computing_is_sooner_than_fetching():
     actions = until_over(play)
     (end,) = of(actions, Deliver)
     assert end.now < 1.0
-    assert "better computed than fetched" in end.cut
+    assert "faster to compute than to fetch" in end.cut
     assert not of(actions, Recompute)
 
 

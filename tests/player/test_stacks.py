@@ -115,7 +115,7 @@ def test_a_policy_may_not_deliver_what_has_not_arrived():
     play = Session(Ladder(OFFER), 10.0, Scripted(STACK), HarmonicMean())
     play.start(0.0)
     play.guard.policy.decide = lambda _: Decision.deliver("now")
-    with pytest.raises(PolicyError, match="cannot deliver: groups are missing"):
+    with pytest.raises(PolicyError, match="cannot deliver: some groups are still missing"):
         play.timer(0.2)
 
 

@@ -62,7 +62,7 @@ def test_inspect_check_names_every_bad_part(toy, capsys):
     prompt.write_text("{}")
     assert kvabr("inspect", toy, "--check") == 1
     captured = capsys.readouterr()
-    assert captured.out.count("there is no such object") == 5  # a pack of all groups
+    assert captured.out.count("no such object") == 5  # a pack of all groups
     assert "group 2 of FP16 is damaged" in captured.out
     assert str(prompt) in captured.out
     assert "7 parts cannot be read" in captured.err
@@ -96,9 +96,9 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--snapshots-every", 128), 2, "recurrent states"),
         ((*calibrate, "--base", "alone"), 2, "needs --blend"),
-        ((*calibrate, "--blend", "--contexts", 3), 2, "--contexts is for profiles"),
-        ((*calibrate, "--blend", "--gain"), 2, "--gain is for profiles"),
-        ((*calibrate, "--blend", "--load", "layers"), 2, "--load layers is for profiles"),
+        ((*calibrate, "--blend", "--contexts", 3), 2, "--contexts is not for --blend"),
+        ((*calibrate, "--blend", "--gain"), 2, "--gain is not for --blend"),
+        ((*calibrate, "--blend", "--load", "layers"), 2, "--load layers is not for --blend"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o"), 1, "no such model"),
     ]
     for words, status, message in cases:
@@ -214,7 +214,7 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     assert kvabr("inspect", out, "--check", "--json", report) == 0
     said = capsys.readouterr().out
     for line in (
-        "a passage, to be played anywhere",
+        "a passage, playable anywhere",
         "computed: mean over 2 contexts",
         "passage digest",
         "15% of its tokens",
@@ -230,7 +230,7 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     model, file, text = tinymodels.save(tmp_path / "model"), tmp_path / "f.json", tmp_path / "text.txt"
     text.write_text("Some words about a passage that may be used anywhere. " * 8)
     assert kvabr("calibrate", "--blend", "--model", model, "--out", file) == 0
-    assert "what each passage of a prompt costs" in capsys.readouterr().out
+    assert "loss of each passage of a prompt" in capsys.readouterr().out
     found = FusionLosses.read(file)
     assert [share for share, _ in found.losses] == [0.0, 0.05, 0.15, 0.3]
     assert all(loss > 0 for _, loss in found.losses)
@@ -243,7 +243,7 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     capsys.readouterr()
     assert kvabr(*words, "--model", model, "--contexts", 2, "--out", tmp_path / "p") == 2
     said = capsys.readouterr().err
-    assert "the mean over 4 contexts, this passage is computed as the mean over 2 contexts" in said
+    assert "the mean over 4 contexts, but this passage is computed as the mean over 2 contexts" in said
     other = tinymodels.save(tmp_path / "other", num_hidden_layers=3)
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, c
     assert value["bytes"] == sum(track.total_bytes for track in catalog.tracks)
     capsys.readouterr()
     assert kvabr(*words) == 0
-    assert f"published already: {path}" in capsys.readouterr().out
+    assert f"already published: {path}" in capsys.readouterr().out
 
 
 @pytest.mark.model
@@ -301,7 +301,7 @@ def test_texts_and_options_that_do_not_fit_the_model(text, tmp_path, capsys):
     model, out = tinymodels.save(tmp_path / "tiny"), tmp_path / "assets"
     base = ("prefill", "--text", text, "--model", model, "--out", out)
     assert kvabr(*base) == 2
-    assert "tokens do not fit tiny" in capsys.readouterr().err
+    assert "tokens do not fit the context of tiny" in capsys.readouterr().err
     assert kvabr(*base, "--tokens", 4000) == 2
     assert "give a longer text, or --tokens" in capsys.readouterr().err
     assert kvabr(*base, "--tokens", 200, "--tracks", "AC-L0") == 2
@@ -309,5 +309,5 @@ def test_texts_and_options_that_do_not_fit_the_model(text, tmp_path, capsys):
     prior = tmp_path / "prior"
     toy_asset(prior, tracks=("Int4",))
     assert kvabr(*base, "--tokens", 200, "--prior", prior, "--tracks", "Int8") == 2
-    assert "unknown loss of track Int8" in capsys.readouterr().err
+    assert "the loss of track Int8 is unknown" in capsys.readouterr().err
     assert kvabr(*base, "--tokens", 200, "--prior", prior, "--tracks", "Int4", "--live") == 0

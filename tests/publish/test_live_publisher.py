@@ -313,7 +313,7 @@ def test_a_store_that_refuses_ends_it_with_a_reason(tmp_path, monkeypatch):
     ("first", "piece", "told"),
     [
         (16, (slice(0, 16),), "expected token 0 of 70 next"),
-        (0, (slice(0, 16), slice(0, 16)), "needs 1 tensors, one per layer class, got 2"),
+        (0, (slice(0, 16), slice(0, 16)), "must have 1 tensors, one per layer class, got 2"),
         (0, (slice(0, 16), slice(0, 1)), "cannot encode"),
     ],
 )
@@ -395,7 +395,7 @@ def test_tracks_at_the_edge_that_cannot_be(tmp_path):
     side = kvdata.profile(SPEC)
     with pytest.raises(UsageError, match="refines AC-L0"):
         LivePublisher(publisher(tmp_path, profile=side), edge=["AC-L1"])
-    with pytest.raises(UsageError, match="not a track of the publisher"):
+    with pytest.raises(UsageError, match="is not published"):
         LivePublisher(publisher(tmp_path), edge=["BF16"])
 
 

@@ -40,7 +40,7 @@ LOSSES = FusionLosses(SPEC, 3, ((0.0, 0.02),), "on paper")
 
 
 class Model:
-    """A toy model that sees 400 tokens, and its tokenizer."""
+    """A toy model that is 400 tokens, and its tokenizer."""
 
     def __init__(self, opening=()):
         self.opening = opening
@@ -109,10 +109,10 @@ def test_with_a_profile_its_layers_come_along(tmp_path):
 @pytest.mark.parametrize(
     ("error", "words", "more"),
     [
-        (UsageError, "at least one token", {"tokens": []}),
+        (UsageError, "at least 1 token", {"tokens": []}),
         (UsageError, "whole numbers", {"tokens": ["x"]}),
-        (UsageError, "sees 400", {"tokens": list(range(390))}),
-        (UsageError, "the mean over 3 contexts, this passage is computed as the mean over 4", {"fusion": LOSSES}),
+        (UsageError, "is 400", {"tokens": list(range(390))}),
+        (UsageError, "the mean over 3 contexts, but this passage is computed as the mean over 4", {"fusion": LOSSES}),
         (UsageError, "computed as alone", {"fusion": LOSSES, "contexts": 0}),
         (ForeignError, "calibrate --blend", {"fusion": replace(LOSSES, spec=SPEC.changed(heads=1)), "contexts": 3}),
     ],
@@ -168,7 +168,7 @@ def test_the_group_size_does_not_matter_and_the_model_does():
     ],
 )
 def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):
-    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, this passage is computed as {said}"):
+    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, but this passage is computed as {said}"):
         FOUND.notes(FUSED, base, contexts)
 
 

@@ -98,7 +98,7 @@ def test_passages_that_a_player_would_not_join_are_computed():
         world("steady", [1e6]), 0.0, "anytime"
     )
     assert [group.track for group in played.record.groups].count("recomputed") >= 2
-    with pytest.raises(UsageError, match="none of these passages can be joined: what joining it costs"):
+    with pytest.raises(UsageError, match="none of these passages can be joined: the loss of joining it"):
         prompt_of([passage(1, 3, fusion=())], 30)
 
 
@@ -179,12 +179,12 @@ def test_the_command_replays_a_prompt_of_passages(passages, trace, tmp_path, cap
     assert [each["args"]["tokens"] for each in shown] == [14]  # of 90
     assert "tokens of passages, computed again" in page.read_text()
     for wrong, words in (
-        ([*how, "--asset", names[0]], "replaces --asset"),
+        ([*how, "--asset", names[0]], "cannot be combined with --asset"),
         ([*how, "--exact", "0"], "at least 1"),
         ([*how, "--share", "2"], "0 to 1"),
         ([*how, "--recompute-mode", "suffix"], "mode 'hole'"),
         ([*how[:-4], "--no-recompute"], "needs an engine"),
-        ([*how, "--live"], "--passages is for simulations"),
+        ([*how, "--live"], "--passages cannot be used with --live"),
         (["replay", str(trace), "--share", "0.1"], "--passages"),
     ):
         assert main(wrong) == 2
@@ -192,7 +192,7 @@ def test_the_command_replays_a_prompt_of_passages(passages, trace, tmp_path, cap
     unknown = tmp_path / "unknown"
     assets.make_asset(unknown, range(900, 930), passage=PassageNotes("mean", 4))
     assert main([*how[:3], str(unknown), *how[3:]]) == 0
-    assert "unknown is computed: what joining it costs was not measured" in capsys.readouterr().err
+    assert "unknown is computed: the loss of joining it was not measured" in capsys.readouterr().err
 
 
 def test_the_laboratory_plays_a_folder_of_passages(passages, trace, tmp_path):

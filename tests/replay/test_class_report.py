@@ -59,7 +59,7 @@ def test_inspect_shows_classes_and_what_a_play_needs(library, tmp_path, capsys):
     out = tmp_path / "facts.json"
     assert main(["inspect", str(asset.location), "--json", str(out)]) == 0
     told = capsys.readouterr().out
-    assert "150 tokens in 10 groups of 16; of 4 layer classes 40 groups" in told
+    assert "150 tokens in 10 groups of 16; 40 groups in 4 layer classes" in told
     assert "latent: 1 layer, 1 vector of 12 per token, bfloat16" in told
     assert "window40: 2 layers, 2 KV heads of 8 and 4, float16; " in told
     assert "prompts can share" not in told
@@ -84,5 +84,5 @@ def test_inspect_tells_where_there_are_snapshots(tmp_path, capsys, interval, end
     path.write_text(json.dumps(catalog | {"spec": spec.to_json(), "tracks": tracks}))
     assert main(["inspect", str(path)]) == 0
     told = capsys.readouterr().out
-    assert f"prompts can share its first {ends} tokens: there are snapshots of its states" in told
+    assert f"prompts can share its first {ends} tokens, where snapshots of its states are stored" in told
     assert "state: 1 layer, 2 states of 6 x 5, float16" in told

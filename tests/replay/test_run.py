@@ -150,7 +150,7 @@ def test_the_expected_loss_falls_to_that_of_the_play():
 
 
 def test_the_play_is_named():
-    with pytest.raises(PolicyError, match="broken; it was playing a trace from 0 s"):
+    with pytest.raises(PolicyError, match=r"broken \(while playing a trace from 0 s\)"):
         named_play("a trace from 0 s", lambda: (_ for _ in ()).throw(PolicyError("broken")))
 
 

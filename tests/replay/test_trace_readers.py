@@ -284,7 +284,7 @@ def test_not_text_and_not_there(put, tmp_path):
 def test_too_large_is_refused(put, monkeypatch):
     path = put("0 1\n1 2\n")
     monkeypatch.setattr(readers, "MAX_FILE_BYTES", 7)
-    with pytest.raises(TraceError, match="larger than the 7 bytes"):
+    with pytest.raises(TraceError, match="more than the 7 bytes"):
         read(path)
     monkeypatch.setattr(readers, "MAX_FILE_BYTES", 8)
     assert len(read(path)) == 1

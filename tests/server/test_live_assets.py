@@ -61,7 +61,7 @@ async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
             for number in waiting:
                 refused = await player.answer(number)
                 assert refused.code == RequestCode.DOES_NOT_EXIST
-                assert "opens it no longer" in refused.reason
+                assert "no longer gives access to it" in refused.reason
             assert (await player.get("FP16")).code == RequestCode.DOES_NOT_EXIST
     await until(lambda: server.requests == 0)
 
@@ -93,7 +93,7 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
 
 KEY = "0" * 16
 WRONG = {
-    "another production": ([news(0, "1" * 16)], "a message of another production", 0),
+    "another prefill": ([news(0, "1" * 16)], "the message belongs to another prefill", 0),
     "out of order": ([news(0), news(2)], "received group 2, expected 1", 1),
     "another digest later": ([news(0), replace(news(0), frames=news(1).frames)], "received group 0, expected 1", 1),
     "longer than the catalog": ([*map(news, range(GROUPS + 1))], "received group 3, but the live catalog has 3", 3),
@@ -153,7 +153,7 @@ async def test_a_catalog_that_names_what_cannot_be_served(root):
         writer.begin_live(replace(begun, catalog=replace(begun.catalog, tracks=tracks)))
         (path,) = live_folders(root)
         follower = LiveFollower(LocalStore(root), path.name)
-        with pytest.raises(FormatError, match=r"no level may have the name .kvabr\.edge."):
+        with pytest.raises(FormatError, match=r"the track name .kvabr\.edge. is reserved"):
             FollowedAsset(follower, "")
         source = LiveAssets(StoreTree(root), QUIET)
         await source.scan()
@@ -173,7 +173,7 @@ async def test_a_producer_that_announces_and_never_publishes(root, tls):
             (asset,) = server.source.live.assets
             asset.changed_s -= live_assets.STALLED_S
             await until(lambda: asset.over)
-            assert (await player.news(0)).reason == "no news for 600 s"
+            assert (await player.news(0)).reason == "has published nothing for 600 s"
             assert (await player.get("FP16")).code == RequestCode.INVALID_RANGE
 
 

@@ -93,7 +93,7 @@ async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls)
             with pytest.raises(RequestError) as away:
                 await get(connection, ELSEWHERE, track)
             assert away.value.reason == Reason.AWAY
-            assert "the relay's origin is away" in str(away.value)
+            assert "the relay cannot reach its origin" in str(away.value)
         found = await fetch_catalog(connection, namespace, live=True)
         assert found.catalog == asset.catalog
         tokens = list(range(asset.catalog.tokens))

@@ -64,7 +64,7 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_said_once(tmp_
     assert load.loaded == ["two", "three"]
     files.check(anyway=True)
     assert load.loaded == ["two", "three", "three"]
-    good, bad = "tokens read again", "tokens not read again"
+    good, bad = "tokens reloaded", "tokens not reloaded"
     assert [line["event"] for line in said] == [good, bad, bad, good, good]
     assert {line["log_level"] for line in said if line["event"] == bad} == {"error"}
 
@@ -95,7 +95,7 @@ async def test_a_served_process_reads_tokens_and_certificates_again(tmp_path):
 
         async with await dialled(first, "one") as connection:
             allow("two")
-            await served.event("tokens read again")
+            await served.event("tokens reloaded")
             await until(lambda: connection.closed)
         async with await dialled(first, "two") as old:
             second = certify()
@@ -107,16 +107,16 @@ async def test_a_served_process_reads_tokens_and_certificates_again(tmp_path):
             assert not old.closed
         tls.certfile.write_text("garbage")
         renewed(grants, "{")
-        await served.event("tokens not read again")
+        await served.event("tokens not reloaded")
         served.process.send_signal(signal.SIGHUP)
-        await served.event("tokens not read again")
+        await served.event("tokens not reloaded")
         allow("three")
-        await served.event("tokens read again")
+        await served.event("tokens reloaded")
         async with await dialled(second, "three"):
             pass
         served.process.terminate()
         await served.event("stopped")
         wrong = [line for line in served.events if line["level"] == "error"]
-        assert [line["event"] for line in wrong].count("certificate not read again") in (1, 2, 3)
+        assert [line["event"] for line in wrong].count("certificate not reloaded") in (1, 2, 3)
         assert len(wrong) <= 5
         assert await served.process.wait() == 0

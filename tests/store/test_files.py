@@ -75,7 +75,7 @@ def test_files_that_are_no_text(tmp_path):
     with pytest.raises(TraceError, match="not a text file in UTF-8"):
         read_text(tmp_path / "latin", unfit=TraceError)
     (tmp_path / "long").write_text("x" * 11)
-    with pytest.raises(UsageError, match="larger than the 10 bytes"):
+    with pytest.raises(UsageError, match="more than the 10 bytes"):
         read_text(tmp_path / "long", limit=10)
     assert read_text(tmp_path / "long", limit=11) == "x" * 11
     for path in (tmp_path / "nothing", tmp_path):

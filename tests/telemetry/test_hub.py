@@ -85,7 +85,7 @@ def test_a_listener_that_hangs_is_left_behind(caplog):
     assert not telemetry.flush(0.01)
     with caplog.at_level(logging.WARNING, logger="kvabr.telemetry"):
         telemetry.close(0.01)
-    assert "ear is stuck: " in caplog.records[0].getMessage()
+    assert "ear is stuck; " in caplog.records[0].getMessage()
     with telemetry.play() as log:  # closed: told to nobody, and no one is disturbed
         log(progress(0.0))
     assert telemetry.counts["ear"].dropped == 3

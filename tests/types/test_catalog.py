@@ -351,7 +351,7 @@ def test_a_record_is_read_with_its_defaults_and_null():
         (b"[]", "sample: Expected `object`, got `array`"),
         (b"[" * 100_000, "sample:"),
         (b'{"names":' + b"[" * 100_000, "values are nested too deeply"),
-        (b'{"count": 1' + b" " * MAX_SKIPPED_BYTES + b"}", "bytes of members unknown to this version"),
+        (b'{"count": 1' + b" " * MAX_SKIPPED_BYTES + b"}", "bytes of fields that this version does not know"),
         (b'{"count": 1, "new": [' + b"1," * 9000 + b"1]}", "too many small values"),
         (b'{"count": 1, "new": [' + b'{"abcdefgh":12345678},' * 5000 + b"1]}", "too many small values"),
     ],

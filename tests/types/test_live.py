@@ -54,7 +54,7 @@ def growing_of(groups):
         (lambda text: text.replace("[0.5,1.0,1.5,2.0]", json.dumps([1.0] * 90)), "more times than its 4"),
         (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "5"), "Expected `array`, got `int`, at seconds"),
         (lambda text: text.partition("\n")[2], "catalog: Expected `object`"),
-        (lambda text: text.partition("\n")[0], "no second line"),
+        (lambda text: text.partition("\n")[0], "the second line is missing"),
         (lambda text: text.replace('"key"', '"kez"'), "missing"),
         (lambda _: "[" * 100_000 + "\n{}", "catalog"),
     ],
@@ -121,7 +121,7 @@ def test_news_with_digests_of_another_kind_are_refused():
     growing, marked = growing_of(4), dict.fromkeys(NAMES, (1000, "b3-" + "0" * 64))
     message = replace(news(0, NAMES), frames=marked)
     assert parse_edge(message.dumps()) == message
-    with pytest.raises(FormatError, match="digests of another kind than sha256"):
+    with pytest.raises(FormatError, match="digests of the kind sha256"):
         growing.publish(message)
     assert growing.edge == 0
 

@@ -209,12 +209,12 @@ def test_a_piece_of_a_prompt_has_the_names_of_the_whole(prompt, cut):
         ([Medium(0, 0, ONE)], "at least one token"),
         ([Medium(9, 2, ONE)], "lie in the prompt"),
         ([Medium(-4, 4, ONE)], "lie in the prompt"),
-        ([Medium(2, 4, ONE), Medium(5, 1, OTHER)], "follow one another"),
+        ([Medium(2, 4, ONE), Medium(5, 1, OTHER)], "not overlap"),
         ([Medium(0, 1 << 64, ONE)], "lie in the prompt"),
         ([Medium(0.5, 2, ONE)], "whole numbers"),
         ([Medium(0, "2", ONE)], "whole numbers"),
         ([(0, 2, ONE)], r"a medium must be Medium\(first"),
-        (None, "`Medium`s as media"),
+        (None, "`Medium` objects as media"),
     ],
 )
 def test_media_that_cannot_be(media, why):

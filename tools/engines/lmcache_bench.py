@@ -250,9 +250,11 @@ def main() -> None:
     parser.add_argument("--quic", default="qh3", choices=("aioquic", "qh3"))
     parser.add_argument("--storages", default="CacheGen,naive,kvabr,kvabr+AC")
     parser.add_argument(
-        "--policies", default="anytime", help="of kvabr; those of tracks that are not there are left out"
+        "--policies", default="anytime", help="policies of kvabr; those with missing tracks are left out"
     )
-    parser.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="of an engine that computes a tail")
+    parser.add_argument(
+        "--prefill-rate", type=float, metavar="TOK/S", help="prefill rate of an engine that computes a tail"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -80,9 +80,13 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, nargs="+", default=[10.0, 50.0, 200.0, 1000.0])
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS")
     parser.add_argument("--tokens", type=int, default=4000)
-    parser.add_argument("--questions", type=int, default=6, help=f"at most {len(QUESTIONS)}")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), help=f"default: {' '.join(SYSTEMS)}")
-    parser.add_argument("--deadline", type=float, metavar="S", help="of kvabr's plays (default: the connector's)")
+    parser.add_argument("--questions", type=int, default=6, help=f"number of questions, at most {len(QUESTIONS)}")
+    parser.add_argument(
+        "--systems", nargs="+", default=list(SYSTEMS), help=f"systems to measure (default: {' '.join(SYSTEMS)})"
+    )
+    parser.add_argument(
+        "--deadline", type=float, metavar="S", help="deadline of kvabr's plays, seconds (default: the connector's)"
+    )
     parser.add_argument("--json", type=Path, metavar="F")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # option of the processes
     args = parser.parse_args()
@@ -109,7 +113,7 @@ def main() -> int:
 def _print(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     truth = {row["question"]: row["answer"] for row in rows if row["system"] == "computed"}
     print(f"{args.tokens} tokens, round trip {args.rtt:g} ms: median seconds to the first token")
-    print("(answers that equal those of computing, median loss that kvabr reports)")
+    print("(answers equal to computed ones, median loss reported by kvabr)")
     print(f"{'Mbit/s':18}" + "".join(f"{mbit:>26g}" for mbit in args.mbit))
     for system in args.systems:
         cells = []
@@ -207,7 +211,7 @@ class Engine:
         while core.scheduler.has_finished_requests() or core.scheduler.has_requests():
             self.llm.llm_engine.step()
         if not self.llm.reset_prefix_cache():
-            raise SystemExit("vLLM keeps its prefix cache")
+            raise SystemExit("vLLM could not reset its prefix cache")
 
 
 def _kvabr(stack: ExitStack, folder: Path, policy: str) -> tuple[dict[str, Any], Any]:
@@ -231,7 +235,7 @@ def _kvabr(stack: ExitStack, folder: Path, policy: str) -> tuple[dict[str, Any],
         end_s = time.monotonic() + _PUBLISH_S
         while "asset added" not in Path(log.name).read_text():
             if time.monotonic() > end_s:
-                raise SystemExit(f"nothing was published: {Path(log.name).read_text()}")
+                raise SystemExit(f"no cache was published: {Path(log.name).read_text()}")
             engine.forget()
             time.sleep(0.1)
 

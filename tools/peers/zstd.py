@@ -31,7 +31,7 @@ def answer(request: dict) -> dict:
         back = zstandard.ZstdDecompressor().decompress(packed)
         decode_s.append(time.perf_counter() - start)
         if back != apart:
-            raise ValueError("zstd did not return its input")
+            raise ValueError("zstd did not reproduce its input")
     return {"bytes": sizes, "encode_s": encode_s, "decode_s": decode_s}
 
 

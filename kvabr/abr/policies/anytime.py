@@ -86,7 +86,7 @@ class Anytime(Policy):
             return decision
         if not view.in_flight and idle:
             # The engine does not get to the groups planned for it.
-            return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
+            return Decision.fetch(first, self._base.name, "this group is missing, and no request is in flight")
         return decision if decision.kind == "wait" else Decision.wait("the engine computes the rest")
 
     def _decide(self, view: View) -> Decision:
@@ -179,7 +179,7 @@ class Anytime(Policy):
         if view.rate > 0 and (final := self._final(view)) is not None:
             return final
         if view.prefix and self._enough(view):
-            return Decision.wait("enough is in flight, and the play may be cut before the rest")
+            return Decision.wait("enough is in flight, and the play may be cut before the remaining groups")
         return Decision.fetch(self._next_group(view), name, "the base of every group comes first")
 
     def _final(self, view: View) -> Decision | None:
@@ -194,7 +194,7 @@ class Anytime(Policy):
         if self._enough(view):
             return Decision.wait("enough is in flight")
         self._follow(group, track)
-        return Decision.fetch(group, track, f"cheapest in the end; everything takes {plan.ends_s:.2f} s more")
+        return Decision.fetch(group, track, f"lowest total cost; all groups take {plan.ends_s:.2f} s more")
 
     @staticmethod
     def _link_is_safe(view: View, plan: TimePlan) -> bool:
@@ -227,11 +227,11 @@ class Anytime(Policy):
 
     def _upgrade(self, view: View) -> Decision:
         if view.rate <= 0 and view.in_flight:
-            return Decision.wait("no rate is known")
+            return Decision.wait("the link rate is not known yet")
         if view.rate <= 0 and not (view.time_left > 0 and (self._hopes(view) or view.coming)):
             if view.missing_groups:
-                return Decision.wait("no rate is known, and the engine computes the rest")
-            return Decision.finish("no rate is known, and nothing is worth a try")
+                return Decision.wait("the link rate is not known yet, and the engine computes the rest")
+            return Decision.finish("the link rate is not known, and no request is worth a try")
         plan = self._plan_for(view)
         if self._over:
             return Decision.wait("the play is over")
@@ -248,7 +248,7 @@ class Anytime(Policy):
                 self._follow(group, track)
                 return Decision.upgrade(group, track, f"saves {min(gain, 1e6):.1f} times its price")
         if view.in_flight or view.coming:
-            return Decision.wait("all that is worth the wait is in flight")
+            return Decision.wait("every upgrade that is worth the wait is in flight")
         return self._end(view)
 
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
@@ -260,22 +260,22 @@ class Anytime(Policy):
         if not view.in_flight:
             self._over = True
             if (found := self._times.next_best(view) if view.rate > 0 else None) is None:
-                return Decision.finish("nothing can be improved")
+                return Decision.finish("no group can be improved")
             group, track, saving, price = found
-            what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e}"
-            return Decision.finish(f"nothing is worth the wait: {what}")
+            what = f"{track} of group {group} would save {saving:.1e} nats, and waiting for it would cost {price:.1e}"
+            return Decision.finish(f"no upgrade is worth the wait: {what}")
         if not view.arrived:
-            return Decision.wait("what is missing is on its way")
+            return Decision.wait("the missing groups are on their way")
         saves = self._saved_in_flight(view)
         waited_s = max(
             0.0, view.outstanding_bytes / view.rate - self._computed(view)[1]
         )  # the play waits for the engine anyway
         if saves >= view.time_price * waited_s:
-            return Decision.wait("nothing more is worth the wait")
+            return Decision.wait("no further upgrade is worth the wait")
         if self._hopes(view, saves):
-            return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
+            return Decision.wait("the link has almost stalled; requests in flight will show when it recovers")
         self._over = True
-        return Decision.deliver("what is in flight is not worth the wait")
+        return Decision.deliver("the requests in flight are not worth the wait")
 
     def _saved_in_flight(self, view: View) -> float:
         losses, saved, seen = view.catalog.by_name, 0.0, set()

@@ -31,4 +31,4 @@ def check_alone(view: View, policy: str, track: str) -> None:
     """Raise `PolicyError` if the asset has no such self-contained track."""
     alone = [one.name for one in view.catalog.tracks if one.refines is None]
     if track not in alone:
-        raise PolicyError(f"no track {track!r} to play alone; write {policy}:TRACK with one of {', '.join(alone)}")
+        raise PolicyError(f"track {track!r} cannot be played alone; give {policy}:TRACK with one of {', '.join(alone)}")

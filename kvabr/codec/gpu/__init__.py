@@ -36,7 +36,7 @@ def available() -> bool:
     if find_spec("triton") is not None:
         return True
     warnings.warn(
-        "caches on a GPU are copied, and coded on the processor: the extra gpu codes AC tracks on the GPU: "
+        "caches on a GPU are copied to the processor and coded there; the extra gpu codes AC tracks on the GPU: "
         f"{extra('gpu')} ({WHERE})",
         RuntimeWarning,
         stacklevel=3,

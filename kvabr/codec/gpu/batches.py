@@ -53,7 +53,10 @@ class Batches(Generic[Job, Result]):
             with self._changed:
                 for each in batch:
                     if not each.done:
-                        each.results, each.done = [FormatError("it was interrupted")] * len(each.jobs), True
+                        each.results, each.done = (
+                            [FormatError("coding on the GPU was interrupted")] * len(each.jobs),
+                            True,
+                        )
                 if own in self._waiting:
                     self._waiting.remove(own)
                 if batch:
@@ -77,7 +80,7 @@ def warn_of(done: str, error: Exception) -> None:
 @cache
 def _warn(done: str, reason: str) -> None:
     warnings.warn(
-        f"a group was {done} on the processor, not on its GPU: right, but slower ({reason})",
+        f"a group was {done} on the processor instead of its GPU: the result is correct, but took longer ({reason})",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -109,8 +109,8 @@ def _judge(verdicts: Sequence[_Verdict], tasks: Sequence[_Task]) -> None:
     bad = np.concatenate([verdict.groups for verdict in verdicts])[status != 0]
     if len(bad):
         raise FormatError(
-            f"entropy coded part of the group from token {tasks[bad[0]].job.first_token} on: it does not end where "
-            "it should; corrupt, or of another profile"
+            f"entropy coded part of the group from token {tasks[bad[0]].job.first_token} on: it has the wrong length; "
+            "corrupt, or of another profile"
         )
 
 

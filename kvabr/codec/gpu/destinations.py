@@ -57,4 +57,4 @@ def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.in
 def check_blocks(shape: Sequence[int], blocks: BlockSlots) -> None:
     """Raise `FormatError` unless kernels can write a group of this shape to these blocks."""
     if not blocks.fits(shape) or blocks.dtype not in DTYPES or blocks.direct is None:
-        raise FormatError(f"blocks {tuple(blocks.first.shape)} cannot hold a group {tuple(shape)}")
+        raise FormatError(f"blocks of shape {tuple(blocks.first.shape)} cannot hold a group of shape {tuple(shape)}")

@@ -44,14 +44,14 @@ def _alone(job: EncodeJob) -> bytes | Exception:
 def _by_kernels(jobs: Sequence[EncodeJob]) -> list[memoryview]:
     kinds = {_kind(job): job for job in jobs}
     if any(_checked(job).get(kind) is False for kind, job in kinds.items()):
-        raise UsageError("its kernels gave other bytes than the processor")
+        raise UsageError("the kernels of this GPU gave other bytes than the processor")
     made = writer.encode_many(jobs)
     for kind, job in kinds.items():
         checked = _checked(job)
         if kind not in checked:
             checked[kind] = made[jobs.index(job)] == _by_processor(job)
             if not checked[kind]:
-                raise UsageError("its kernels gave other bytes than the processor")
+                raise UsageError("the kernels of this GPU gave other bytes than the processor")
     return made
 
 

@@ -37,5 +37,6 @@ class LevelJob:
         """Raise `FormatError` unless the payload has `PayloadLayout.payload_bytes` bytes."""
         if len(self.payload) != wanted:
             raise FormatError(
-                f"{self.level}: {len(self.payload)} bytes of payload instead of {wanted}; truncated, or another version"
+                f"{self.level}: {len(self.payload)} bytes of payload, expected {wanted}; truncated, or of another "
+                "version"
             )

@@ -116,7 +116,7 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
     crowded = _crowded(tasks)
     try:
         if any(_checked(task.job).get((_kind(task), crowded)) is False for task in tasks):
-            raise UsageError("its kernels gave other numbers than the processor")  # noqa: TRY301  # see below
+            raise UsageError("the kernels of this GPU gave other numbers than the processor")  # noqa: TRY301  # see below
         if _is_tried_elsewhere(tasks[0].device) and not all(
             (_kind(task), crowded) in _checked(task.job) for task in tasks
         ):
@@ -231,7 +231,7 @@ def _compare(task: PlacedJob, crowded: bool) -> None:  # crowded is part of the 
         own = own[:, :, :, used]
     if not torch.equal(_bytes(out), _bytes(own)):
         checked[kind] = False
-        raise UsageError("its kernels gave other numbers than the processor")
+        raise UsageError("the kernels of this GPU gave other numbers than the processor")
     checked[kind] = True
 
 

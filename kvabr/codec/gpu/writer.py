@@ -47,7 +47,9 @@ class EncodeJob:
         tokens = rows.shape[1]
         places = tokens if self.references is None else len(self.references.place)
         if not tokens or self.keep.shape != (tokens,) or places != tokens:
-            raise FormatError(f"keep and references must be for the {tokens} tokens of the group, at least 1")
+            raise FormatError(
+                f"keep and references must have an entry for each of the {tokens} tokens of the group, at least 1"
+            )
         if self.model.refines != (self.lower is not None):
             raise FormatError("this depth " + ("needs" if self.model.refines else "takes no") + " depth below")
 
@@ -172,7 +174,7 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
             enable_fp_fusion=False,
         )
         if bool(wrong.any()):
-            raise FormatError("an index is beyond 16 bits, or cannot be reached from the one below")
+            raise FormatError("an index exceeds 16 bits, or cannot refine the index below")
         return _collected(words, escapes, states, ends.cpu().numpy(), streams)
 
 

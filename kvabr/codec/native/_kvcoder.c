@@ -9,9 +9,9 @@
 static const char *message(int error) {
     switch (error) {
     case TOO_SHORT: return "it ends too early, or its parts do not add up; truncated, or of another profile";
-    case LEFT_OVER: return "it does not end where it should; corrupt, or of another profile";
-    case BAD_ESCAPE: return "escapes that were not sent, or that no encoder writes; corrupt, or of another profile";
-    case BAD_INDEX: return "an index is beyond 16 bits, or cannot be reached from the one below; keep such tokens exact";
+    case LEFT_OVER: return "it has the wrong length; corrupt, or of another profile";
+    case BAD_ESCAPE: return "an escape is missing or invalid; corrupt, or of another profile";
+    case BAD_INDEX: return "an index exceeds 16 bits, or cannot refine the index below; keep such tokens exact";
     default: return "?";
     }
 }

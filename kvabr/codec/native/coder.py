@@ -268,7 +268,7 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
     """
     path = active_path()
     if len(job.models) > MAX_DEPTHS:
-        raise FormatError(f"at most {MAX_DEPTHS} depths are allowed, got {len(job.models)}")
+        raise FormatError(f"there must be at most {MAX_DEPTHS} depths, got {len(job.models)}")
     depths, transform, mean = tuple(map(_depth, job.models)), _transform(job.transform, path), mean_of(job)
     with (
         _target(job.transform, job.transform.scale(job.step, job.gains), job.first_token, job.out) as target,

@@ -92,39 +92,45 @@ class CoderModel:
         keep(self, "row_class", np.uint8, -1)
         keep(self, "radius", np.uint8, -1)
         rows, classes = len(self.row_class), len(self.radius)
-        need(0 < rows <= MAX_ROWS, f"{rows} coefficients per token, must be 1 to {MAX_ROWS}")
-        need(0 < classes <= 256, f"{classes} classes, must be 1 to 256")
-        need(int(self.row_class.max()) < classes, "a coefficient is of a class that does not exist")
+        need(0 < rows <= MAX_ROWS, f"coefficients per token must be 1 to {MAX_ROWS}, got {rows}")
+        need(0 < classes <= 256, f"classes must be 1 to 256, got {classes}")
+        need(int(self.row_class.max()) < classes, "a coefficient has an unknown class")
         widest = int(self.radius.max())
-        need(widest <= MAX_RADIUS, f"a radius of {widest}, must be at most {MAX_RADIUS}")
+        need(widest <= MAX_RADIUS, f"radii must be at most {MAX_RADIUS}, got {widest}")
         keep(self, "freqs", np.uint16, classes, -1, 2 * widest + 2)
         contexts = self.contexts
-        need(contexts in (1, 3), f"{contexts} contexts, must be 1 or 3")
+        need(contexts in (1, 3), f"contexts must be 1 or 3, got {contexts}")
         self._check_tables(self.freqs)
         if self.near is not None:
             keep(self.near, "bucket", np.uint8, contexts, BUCKETS)
             keep(self.near, "freqs", np.uint16, classes, -1, 2 * widest + 2)
             count = self.near.freqs.shape[1]
-            need(1 <= count <= MAX_NEAR, f"{count} contexts of references, must be 1 to {MAX_NEAR}")
-            need(int(self.near.bucket.max()) < count, "a context of references that does not exist")
+            need(1 <= count <= MAX_NEAR, f"contexts of references must be 1 to {MAX_NEAR}, got {count}")
+            need(int(self.near.bucket.max()) < count, "a bucket has an unknown context of references")
             self._check_tables(self.near.freqs)
         keep(self, "flag_freq", np.uint16, 1 if contexts == 1 else 2, rows)
         lowest, highest = int(self.flag_freq.min()), int(self.flag_freq.max())
-        need(lowest >= 1 and highest < TOTAL, f"a flag's probability must be 1 to {TOTAL - 1} of {TOTAL}")
+        need(lowest >= 1 and highest < TOTAL, f"the frequency of a flag must be 1 to {TOTAL - 1} of {TOTAL}")
         keep(self, "delta", np.uint8, classes)
-        need(int(self.delta.max()) <= MAX_DELTA, f"a delta of {int(self.delta.max())}, must be at most {MAX_DELTA}")
+        need(int(self.delta.max()) <= MAX_DELTA, f"deltas must be at most {MAX_DELTA}, got {int(self.delta.max())}")
         order = np.argsort(self.row_class, kind="stable").astype(np.uint32)
         order.flags.writeable = False
         object.__setattr__(self, "order", order)
 
     def _check_tables(self, freqs: NDArray[np.uint16]) -> None:
-        need(bool((freqs.sum(axis=2, dtype=np.int64) == TOTAL).all()), f"a table does not sum to {TOTAL}")
-        need(int(freqs.max()) < TOTAL, f"a symbol has all the probability; {TOTAL - 1} is the most")
+        need(
+            bool((freqs.sum(axis=2, dtype=np.int64) == TOTAL).all()),
+            f"the frequencies of each table must sum to {TOTAL}",
+        )
+        need(int(freqs.max()) < TOTAL, f"the frequency of a symbol must be at most {TOTAL - 1}")
         escape = 2 * self.radius.astype(np.int64) + 1
         at = np.broadcast_to(escape[:, None, None], (*freqs.shape[:2], 1))
-        need(bool((np.take_along_axis(freqs, at, axis=2) > 0).all()), "an escape has no probability")
+        need(
+            bool((np.take_along_axis(freqs, at, axis=2) > 0).all()),
+            "the frequency of an escape symbol must be more than 0",
+        )
         beyond = np.arange(freqs.shape[2]) > escape[:, None]
-        need(not (freqs.any(axis=1) & beyond).any(), "a symbol beyond the escape is used")
+        need(not (freqs.any(axis=1) & beyond).any(), "the frequency of symbols after the escape symbol must be 0")
 
     @property
     def rows(self) -> int:
@@ -281,7 +287,7 @@ class DecodeJob:
         if [model.refines for model in models] != [False] + [True] * (len(models) - 1):
             raise FormatError("the first depth must stand alone, and all others refine the one below")
         if self.references is not None and len(self.references.place) != self.out.shape[-2]:
-            raise FormatError("references must have a place for each token of the group")
+            raise FormatError("references must have an entry for each token of the group")
         for model in models:
             if model.rows != rows:
                 raise FormatError(f"tables must be for the {rows} coefficients of the transform, got {model.rows}")

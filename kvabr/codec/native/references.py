@@ -76,7 +76,7 @@ def references_size(tokens: int) -> int:
 
 def read_references(data: bytes | memoryview, tokens: int) -> References:
     """Parse untrusted references of a group; raise `FormatError` if malformed."""
-    bad = FormatError("references of tokens that no encoder writes; the payload is corrupt")
+    bad = FormatError("the references between tokens are invalid; the payload is corrupt")
     numbers = np.frombuffer(data, np.uint8)
     if len(numbers) != references_size(tokens):
         raise bad

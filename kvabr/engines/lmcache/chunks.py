@@ -102,7 +102,7 @@ def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -
     halves, layers, tokens, width = shape
     dim = heads(width) if halves == 2 else width
     if not dim or width % dim:
-        raise FormatError(f"the numbers of a token must be a multiple of the heads' {dim}, got {width}")
+        raise FormatError(f"the size of a token must be a multiple of the head size {dim}, got {width}")
     return spec_of(model, (layers, halves, tokens, width // dim, dim), layout.dtypes[0])
 
 

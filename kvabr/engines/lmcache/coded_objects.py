@@ -88,7 +88,7 @@ class ObjectCoder:
         if self._layers and settings.profile is None:
             raise UsageError("serde: the layers need a profile of the model, from `kvabr calibrate`")
         if codec(self._plain).needs_profile or payload_layout(self._plain, _PROBE, 1) is None:
-            raise UsageError(f"serde: {self._plain} has no constant rate; Int8, Int4, FP8 and FP16 have")
+            raise UsageError(f"serde: {self._plain} has no constant rate; use Int8, Int4, FP8 or FP16")
         head_dim_of(_MODEL, 64, self._engine)
         self._plan = lru_cache(256)(self._planned)
         self._profile = lru_cache(64)(self._fitting)
@@ -150,11 +150,13 @@ class ObjectCoder:
             return
         plan = self._plan(layout, head.head_dim)
         if plan is None or chunk is None:
-            raise FormatError("a coded object of LMCache is of other layers than this daemon's")
+            raise FormatError("a coded object of LMCache has other layers than this daemon's model")
         spec, profile, kv = plan.spec, None, as_kv(chunk, plan.spec)
         if head.position is not None:
             if not self._layers or (profile := self._profile(spec)) is None:
-                raise FormatError("a coded object of LMCache has layers, which need the profile that it was coded with")
+                raise FormatError(
+                    "a coded object of LMCache has AC layers and needs the codec profile that it was coded with"
+                )
             spec = profile.spec
         groups = _contexts(spec, kv, head.position or 0, profile)
         if not head.frames or len(head.frames) % len(groups):
@@ -242,27 +244,27 @@ def _filled(kind: int, frames: Sequence[bytes], position: int | None, head_dim: 
         parts += [_LENGTH.pack(len(frame)), frame]
     made = b"".join(parts)
     if len(made) > size:
-        raise FormatError(f"a coded object of LMCache has {len(made)} bytes; the limit is {size}")
+        raise FormatError(f"a coded object of LMCache has {len(made)} bytes, more than the {size} allowed")
     return made.ljust(size, b"\0")
 
 
 def _write_bytes(name: str, head: _Head, data: memoryview) -> None:
     if len(head.frames) != 1 or len(head.frames[0]) != len(data) + _CRC.size:
-        raise FormatError(f"a coded object of LMCache has not the {len(data)} bytes of its layout")
+        raise FormatError(f"a coded object of LMCache must have the {len(data)} bytes of its layout")
     body, crc = head.frames[0][: -_CRC.size], head.frames[0][-_CRC.size :]
     if zlib.crc32(body, zlib.crc32(name.encode())) != _CRC.unpack(crc)[0]:
-        raise FormatError("a coded object of LMCache is damaged, or another one")
+        raise FormatError("a coded object of LMCache is damaged, or belongs to another key")
     data[:] = body
 
 
 def _parsed(coded: memoryview) -> _Head:
     if len(coded) < _HEAD.size + _CRC.size:
-        raise FormatError(f"a coded object of LMCache has {len(coded)} bytes, too few for its head")
+        raise FormatError(f"a coded object of LMCache has {len(coded)} bytes, too few for its header")
     magic, version, kind, count, position, head_dim = _HEAD.unpack_from(coded)
     if magic != _MAGIC or version != _VERSION or kind not in (_TRACKS, _BYTES):
-        raise FormatError("an object in LMCache's store was not written by this serde, or by a newer kvabr")
+        raise FormatError("an object in LMCache's store was written by another serde, or by a newer kvabr")
     if zlib.crc32(coded[: _HEAD.size]) != _CRC.unpack_from(coded, _HEAD.size)[0]:
-        raise FormatError("a coded object of LMCache: the checksum of its head is wrong")
+        raise FormatError("a coded object of LMCache: the header's checksum is wrong")
     at, frames = _HEAD.size + _CRC.size, []
     for _ in range(count):
         begin = at + _LENGTH.size

@@ -78,8 +78,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             )
         if getattr(config, "enable_blending", False):
             raise IrrecoverableException(
-                "kvabr: with enable_blending LMCache uses chunks at places that they were not computed for, and "
-                "kvabr's are for one place: turn it off. Passages are played with transformers models, and with vLLM "
+                "kvabr: set enable_blending: false. With it LMCache would use chunks at other positions than those "
+                "they were computed for. Passages are played with transformers models, and with vLLM "
                 "through kvabr's own connector (docs/guides/passages.md)"
             )
         PLACES.watch(ChunkedTokenDatabase)

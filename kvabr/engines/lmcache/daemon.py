@@ -272,7 +272,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         try:
             kind = await asyncio.wait_for(opening, self._settings.lookup_s)
         except TimeoutError:
-            self._trouble.warn("nothing is looked up yet", "the digest of the model's weights is being computed")
+            self._trouble.warn("lookups are not possible yet", "the digest of the model's weights is being computed")
             return []
         if kind is None:
             return []
@@ -304,7 +304,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         results = await asyncio.gather(*works, return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):
-                self._trouble.warn("an object of LMCache is neither stored nor loaded", error)
+                self._trouble.warn("an object of LMCache could not be stored or loaded", error)
         return [failed if isinstance(one, BaseException) else one for one in results]
 
     async def _close(self) -> None:

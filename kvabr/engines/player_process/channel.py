@@ -66,7 +66,7 @@ class ProcessChannel:
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
             link.close()
-            raise ConnectionLostError(f"the other end belongs to user {user}, this process to {os.geteuid()}")
+            raise ConnectionLostError(f"the peer process belongs to user {user}, this process to {os.geteuid()}")
         link.setblocking(False)
         self._link, self._received, self._lost = link, received, lost
         self._loop = asyncio.get_running_loop()
@@ -170,16 +170,16 @@ class ProcessChannel:
             return
         self._files.extend(files)
         if flags & socket.MSG_CTRUNC:  # a later message's file would be assigned to this one
-            self._fail(ConnectionLostError("a file did not come along: this process has no descriptor left"))
+            self._fail(ConnectionLostError("a file was not received: this process has no file descriptors left"))
             return
         if not data:
-            self._fail(ConnectionLostError("the other end has closed the connection"))
+            self._fail(ConnectionLostError("the peer process has closed the connection"))
             return
         self._arrived += data
         while self._open and len(self._arrived) >= _HEAD.size:
             size, count = _HEAD.unpack_from(self._arrived)
             if size > _MAX_BYTES or count > _MAX_FILES:
-                self._fail(FormatError(f"a message of {size:,} bytes with {count} files"))
+                self._fail(FormatError(f"a message is too large: {size:,} bytes, {count} files"))
                 return
             end = _HEAD.size + size
             if len(self._arrived) < end:
@@ -278,7 +278,7 @@ class _Unpickler(pickle.Unpickler):
         kind, first, second = place
         if kind == _BYTES:
             if not 0 <= first <= first + second <= len(self._shared):
-                raise FormatError(f"{second} bytes at {first} of {len(self._shared)} in shared memory")
+                raise FormatError(f"{second} bytes at {first} exceed the {len(self._shared)} bytes of shared memory")
             return self._shared[first : first + second]
         if kind == _CATALOG:
             return self._catalog(first, second)

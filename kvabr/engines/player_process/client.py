@@ -141,7 +141,7 @@ class RemoteClient:
                 f"the player process has not started within {within_s or _ANSWER_S:.3g} s: see {log}; a later request "
                 "may succeed"
                 if link is None
-                else f"the player process does not answer: see {log}, and end it; the next request finds another"
+                else f"the player process does not answer: see {log}, and stop it; the next request uses another"
             ) from error
         finally:
             self._playing -= plays
@@ -199,7 +199,7 @@ class RemoteClient:
                 if loop.time() < self._again_s:
                     log = self._socket.with_suffix(".log")
                     raise TransportError(
-                        f'the player process does not start, see {log}; "player": "{INSIDE}" does without'
+                        f'the player process does not start, see {log}; "player": "{INSIDE}" needs no process'
                     ) from error
                 if not started:
                     started = True
@@ -343,7 +343,7 @@ def start(path: Path) -> None:
             )
     except (OSError, UsageError) as error:
         raise TransportError(
-            f'no player process can be started ({error}); "player": "{INSIDE}" does without'
+            f'no player process can be started ({error}); "player": "{INSIDE}" needs no process'
         ) from error
     _started[:] = [*(one for one in _started if one.poll() is None), started]  # polling reaps processes that have ended
     _log.info("kvabr: started a player process, %s", path)

@@ -82,7 +82,7 @@ class PlayerProcess:
             try:
                 link, _ = await loop.sock_accept(self._listener)
             except OSError as error:  # no free descriptors
-                self._log.warning("no engine can join", why=str(error))
+                self._log.warning("no engine can connect", why=str(error))
                 await asyncio.sleep(_PAUSE_S)
                 continue
             with contextlib.suppress(ConnectionLostError):  # another user's process
@@ -158,7 +158,7 @@ class _Engine:
         except Exception as error:  # noqa: BLE001  # a malformed field may raise any error
             why = str(error) if isinstance(error, FormatError) else repr(error)
             self._channel.send(
-                CallAnswer(OPENED, error=UsageError(f"the player process cannot read this engine: {why}"))
+                CallAnswer(OPENED, error=UsageError(f"the player process cannot read a message of this engine: {why}"))
             )
             self._channel.close()
             self._over(error)
@@ -166,7 +166,7 @@ class _Engine:
     def _take(self, thing: object) -> None:
         if isinstance(thing, CallMethod) and self._client is not None and thing.name in _CALLS:
             if not isinstance(thing.number, int):
-                raise FormatError(f"a call with the number {thing.number!r}")
+                raise FormatError(f"the number of a call must be an integer, got {thing.number!r}")
             number, call = thing.number, asyncio.get_running_loop().create_task(self._call(self._client, thing))
             self._calls[number] = call
             call.add_done_callback(lambda _: self._calls.pop(number, None))  # the call may end before it is registered
@@ -178,12 +178,13 @@ class _Engine:
         elif isinstance(thing, OpenClient) and self._client is None:
             self._open(thing)
         else:
-            raise FormatError(f"{type(thing).__name__} out of turn")
+            raise FormatError(f"unexpected {type(thing).__name__}")
 
     def _open(self, message: OpenClient) -> None:
         if message.version != __version__:
             why = (
-                f"the player process is of kvabr {__version__}, this engine has {message.version}: restart the process"
+                f"the player process has kvabr {__version__}, but this engine has {message.version}: restart the "
+                "player process"
             )
             self._fail(OPENED, UsageError(why))
             return
@@ -231,7 +232,7 @@ class _Engine:
             self._channel.send(PlayedMemory(region.number, nbytes), file=region.file)
         except OSError as error:  # no free descriptors
             self._regions.drop(region.number)
-            raise PlayError(f"shared memory cannot be handed over: {error}") from error
+            raise PlayError(f"shared memory cannot be passed to the engine: {error}") from error
         region.close()
         places = {id(view): (at, len(view)) for at, view in placed}
         self._channel.send(CallAnswer(number, played), places=places)

@@ -123,7 +123,7 @@ def mapped(file: int, pin: buffers.Pin | None) -> mmap.mmap | memoryview:
     """
     try:
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _FIXED != _FIXED:
-            raise FormatError("shared memory that could be cut short")
+            raise FormatError("the shared memory is not protected from truncation")
         size = os.fstat(file).st_size
         if pin is not None:
             pinned = buffers.PinnedMemory(file, size)

@@ -49,8 +49,8 @@ def private_folder(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise UsageError(
-            f"{folder}: other users can enter it, or it is not yours; those who can reach a player process can use its "
-            "tokens: give another folder, or `chmod 700` this one"
+            f"{folder}: must belong to you, and no other user may enter it, because anyone who can reach a player "
+            "process can use its tokens: `chmod 700` it, or give another folder"
         )
 
 
@@ -60,7 +60,9 @@ def listening(path: Path) -> tuple[socket.socket, int] | None:
     Raise `UsageError` if the path is too long or others can enter its folder, or `OSError`.
     """
     if len(os.fsencode(path)) > _MAX_CHARACTERS:
-        raise UsageError(f"{path}: the path of a socket has at most {_MAX_CHARACTERS} characters; give a shorter one")
+        raise UsageError(
+            f"{path}: the path of a socket must have at most {_MAX_CHARACTERS} characters; give a shorter one"
+        )
     private_folder(path.parent)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     made = socket.socket(socket.AF_UNIX)

@@ -112,7 +112,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             max_tokens=size,
             min_tokens=size,
             unplaced="the position of a page is not known: set interface_v1 and hicache_storage_pass_prefix_keys in "
-            "hicache-storage-backend-extra-config; ranks of decode context parallelism share a page",
+            "hicache-storage-backend-extra-config (with decode context parallelism it stays unknown, because ranks "
+            "share a page)",
             version=weight_version,
             step_tokens=step_tokens(),
             least=_MIN_TOKENS,
@@ -150,7 +151,10 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 trailing = max(1, len(transfer.keys or ()))
             else:
-                raise UsageError(f"kvabr: SGLang asks for the pool {str(transfer.name)!r} by {transfer.hit_policy}")
+                raise UsageError(
+                    f"kvabr: SGLang requests the host pool {str(transfer.name)!r} with the unknown hit policy "
+                    f"{transfer.hit_policy}"
+                )
             fit = [size for size in range(1, kept + 1) if all(there[max(0, size - trailing) : size])]
             hits[str(transfer.name)] = max(fit, default=0)
             restorable = [size for size in restorable if size in set(fit)]

@@ -35,7 +35,7 @@ def page_view(pool: torch.Tensor, layout: str, first: int, page_size: int, *, la
         raise FormatError(f"no page of {page_size} tokens begins at token {first} of the host pool")
     known = LATENT_LAYOUTS if latent else LAYOUTS
     if layout not in known:
-        raise FormatError(f"a host pool with the layout {layout!r}; kvabr supports {', '.join(known)}")
+        raise FormatError(f"the host pool has the layout {layout!r}; kvabr supports {', '.join(known)}")
     page = first // page_size
     if layout == "page_unified":  # page, layer, token, dim
         pool, layout = pool[:, :, :, None], "page_first_direct"
@@ -57,7 +57,7 @@ class HostPages:
         """Raise `FormatError` for an unsupported pool."""
         buffer = getattr(pool, "kv_buffer", None)
         if not isinstance(buffer, torch.Tensor):
-            raise FormatError(f"the host pool {type(pool).__name__} holds no keys and values; kvabr has no tracks")
+            raise FormatError(f"the host pool {type(pool).__name__} has no keys and values, and kvabr has no tracks")
         self._pool, self._buffer = pool, buffer
         self.latent = hasattr(pool, "kv_cache_dim")
         dim = None if self.latent else pool.head_dim
@@ -80,7 +80,7 @@ class HostPages:
         size = self.tokens * self.shards
         firsts = indices[::size].tolist()[:pages]
         if len(firsts) != pages:
-            raise FormatError(f"{len(indices)} places in the host pool for {pages} pages of {size} tokens")
+            raise FormatError(f"{pages} pages of {size} tokens do not match {len(indices)} places in the host pool")
         if any(first % self.shards for first in firsts):
             raise FormatError(f"no page of {size} tokens begins at {firsts} of the host pool")
         return [self._view(self._buffer, first // self.shards) for first in firsts]

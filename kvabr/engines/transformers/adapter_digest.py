@@ -111,7 +111,7 @@ def _modules(path: Path, stored: Iterable[str]) -> dict[str, list[tuple[str, str
     for name in stored:
         parts = _MODULE.fullmatch(name.removeprefix(_PREFIX))
         if parts is None:
-            raise ModelError(f"{path}: {name[:80]!r} is no tensor of a LoRA adapter")
+            raise ModelError(f"{path}: {name[:80]!r} is not a tensor of a LoRA adapter")
         found.setdefault(parts["place"], []).append((parts["name"], name))
         if len(found) > _MAX_MODULES:
             raise ModelError(f"{path}: more than {_MAX_MODULES:,} modules")
@@ -124,7 +124,9 @@ def _scale(folder: Path, config: Mapping[str, Any], place: str) -> float:
     rank = _pattern(folder, config.get("rank_pattern"), place, config.get("r"))
     alpha = _pattern(folder, config.get("alpha_pattern"), place, config.get("lora_alpha"))
     if not isinstance(rank, int) or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise ModelError(f"{folder / CONFIG}: r and lora_alpha are {str(rank)[:40]!r} and {str(alpha)[:40]!r}")
+        raise ModelError(
+            f"{folder / CONFIG}: r and lora_alpha must be numbers, got {str(rank)[:40]!r} and {str(alpha)[:40]!r}"
+        )
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
@@ -132,7 +134,7 @@ def _pattern(folder: Path, patterns: object, place: str, usual: object) -> objec
     """Return the value of the first pattern that matches the end of a module's name, starting at a dot."""
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
         if not _PLAIN_NAME.fullmatch(pattern):  # PEFT would match it as a regular expression, which may never end
-            raise ModelError(f"{folder / CONFIG}: the pattern {pattern[:80]!r} is not a name of modules")
+            raise ModelError(f"{folder / CONFIG}: the pattern {pattern[:80]!r} must be a plain module name")
         name = pattern.removeprefix("^")
         if place == name or (name == pattern and place.endswith(f".{name}")):
             return value

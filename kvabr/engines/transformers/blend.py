@@ -35,7 +35,7 @@ def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
     Raise `ModelError` if its cache cannot be joined from passages, `UsageError` for another kind of engine.
     """
     if not issubclass(given := type(engine), TransformersEngine):
-        raise UsageError(f"blend_engine takes a TransformersEngine (a loaded model's .engine), not {given.__name__}")
+        raise UsageError(f"blend_engine needs a TransformersEngine (a loaded model's .engine), got {given.__name__}")
     return TransformersBlendEngine(engine.model, engine.spec, context=engine.context)
 
 
@@ -55,7 +55,7 @@ class TransformersBlendEngine(TransformersEngine):
         """Recompute tokens ``at`` of a prompt over its cache; see `kvabr.types.engine.BlendEngine.recompute`."""
         count = self.spec.layers if layers is None else layers
         if not 1 <= count <= self.spec.layers:
-            raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, not {count}")
+            raise ModelError(f"layers of {self.spec.model} must be 1 to {self.spec.layers}, got {count}")
         cached = self._check_cache(kv)
         _check_positions(tokens, at, cached)
         self.check(tokens)
@@ -80,7 +80,7 @@ class TransformersBlendEngine(TransformersEngine):
         """Return a question's attention; see `kvabr.types.engine.BlendEngine.attention`."""
         wanted = range(self.spec.layers) if layers is None else layers
         if not wanted or not all(0 <= layer < self.spec.layers for layer in wanted):
-            raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, so not all of {list(wanted)}")
+            raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, numbered from 0, got {list(wanted)}")
         cached = self._check_cache(kv)
         if not question:
             raise ModelError("the question is empty: give at least one token")
@@ -132,7 +132,8 @@ class TransformersBlendEngine(TransformersEngine):
     def _check_cache(self, kv: torch.Tensor) -> int:
         if kv.dim() != 5 or tuple(kv.shape) != self.spec.shape(kv.shape[3]):
             raise ModelError(
-                f"not a cache of {self.spec.model}: shape {tuple(kv.shape)}, not {self.spec.shape(1)} with its tokens"
+                f"the cache does not fit {self.spec.model}: got the shape {tuple(kv.shape)}, expected "
+                f"{self.spec.shape(1)} for one token"
             )
         return int(kv.shape[3])
 
@@ -216,7 +217,9 @@ def _layer_class() -> Any:
 
 def _check_positions(tokens: Sequence[int], at: Sequence[int], cached: int) -> None:
     if not at or any(a >= b for a, b in pairwise(at)) or at[0] < 0 or at[-1] >= len(tokens):
-        raise ModelError(f"positions to compute must increase from 0 to {len(tokens) - 1} at most, and be at least one")
+        raise ModelError(
+            f"positions to compute must ascend within 0 to {len(tokens) - 1}, and there must be at least one"
+        )
     after = [place for place in at if place >= cached]
     if after and after != list(range(cached, cached + len(after))):
         raise ModelError(f"tokens computed after the {cached} cached ones must follow them without a gap")

@@ -310,11 +310,11 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> tuple[torch.Tensor, ...]:
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise ModelError(
-            f"a {type(cache).__name__} is not a cache of transformers; pass the past_key_values of an output"
+            f"{type(cache).__name__} is not a cache of transformers; pass the past_key_values of an output"
         )
     count, places = len({layer for each in spec.classes for layer in each.layers}), held_layers(cache)
     if len(places) != count:
-        raise ModelError(f"a cache of {len(places)} layers is not one of {spec.model}, which has {count}")
+        raise ModelError(f"the cache has {len(places)} layers, but {spec.model} has {count}")
     for index in places:
         kind = type(layers[index]).__name__ if index < len(layers) else "DynamicLayer"
         if kind in _FULL_LAYERS:
@@ -362,7 +362,8 @@ def _checked_states(cache: Any, spec: KVSpec, tokens: int) -> dict[int, States]:
                 if state is None or tuple(state.shape) != due:
                     have = "none" if state is None else f"one of {tuple(state.shape)}"
                     raise ModelError(
-                        f"layer {layer} has no {only.role} state of {due}, but {have}: it is another model's"
+                        f"layer {layer} must have a {only.role} state of {due}, got {have}: the cache belongs to "
+                        "another model"
                     )
     return kept
 
@@ -381,10 +382,10 @@ def _check_layer(index: int, layer: Any, model: str, only: LayerClass, tokens: i
         raise UsageError(f"the cache holds {batch} prompts; publish them one at a time")
     if (heads, dim, values.shape[3]) != (only.heads, only.k_dim, only.v_dim or only.k_dim):
         raise ModelError(
-            f"layer {index} of the cache has {heads} heads of {dim}, {model} has {only.heads} of {only.k_dim}: it is "
-            "another model's"
+            f"layer {index} of the cache has {heads} heads of {dim}, but {model} has {only.heads} of {only.k_dim}: the "
+            "cache belongs to another model"
         )
     if keys.dtype not in _FLOATS:
-        raise ModelError(f"the cache is {keys.dtype}; kvabr takes {', '.join(DTYPES)}")
+        raise ModelError(f"the cache must be one of {', '.join(DTYPES)}, got {keys.dtype}")
     if held < tokens:
         raise UsageError(f"the cache holds {held} tokens, fewer than the {tokens} given")

@@ -202,7 +202,7 @@ class TransformersEngine:
             said.backward()  # type: ignore[no-untyped-call]
         out = tuple(leaf.grad.float() for leaf in leaves if leaf.grad is not None)
         if len(out) < len(leaves):
-            raise ModelError(f"{self.spec.model}: its output does not depend on its cache")
+            raise ModelError(f"{self.spec.model}: the model ignores the cache that it is given")
         return made, out
 
     @property
@@ -253,15 +253,15 @@ class TransformersEngine:
                 for kv, part in zip(before, parts, strict=True)
             )
         if [tuple(kv.shape) for kv in before] != shapes:
-            raise ModelError(f"not a cache of {self.spec.model}: shape {given}, not {shapes}")
+            raise ModelError(f"the cache does not fit {self.spec.model}: got the shape {given}, expected {shapes}")
         return ids, before, start
 
     def check_unchanged(self) -> None:
         """Raise `ModelError` if adapters or weights changed since the engine was created. Takes milliseconds."""
         if self._state is not None and state_of(self.model) != self._state:
             raise ModelError(
-                f"the adapters or weights of {self.spec.model} have changed since this engine was made, so its caches "
-                "would have a wrong name: call engine_of again, and use that engine"
+                f"the adapters or weights of {self.spec.model} have changed since this engine was created, so its "
+                "caches would have a wrong name: call engine_of again, and use the new engine"
             )
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:

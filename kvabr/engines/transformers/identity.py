@@ -42,7 +42,7 @@ def unwrapped(model: Any) -> Any:
     if any(getattr(each, "is_prompt_learning", False) for each in model.peft_config.values()):
         raise ModelError(
             "the adapter of this PeftModel puts its own tokens before every prompt (prompt or prefix tuning), but "
-            "kvabr's caches begin with the prompt's; LoRA and other adapters of layers work"
+            "kvabr's caches begin with the prompt's tokens; use LoRA or another adapter of layers"
         )
     return model.get_base_model()
 

@@ -128,9 +128,9 @@ class DiskLayers:
 
         def stub(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if args or not any(value is cache for value in kwargs.values()):
-                raise self._refused("its layers do not take their cache by name")
+                raise self._refused("its layers do not take their cache as a keyword argument")
             if first and hidden is not first[0]:
-                raise self._refused("it does something between two layers")
+                raise self._refused("it changes the hidden states between two layers")
             first.append(hidden)
             given.append({name: _CACHE if value is cache else value for name, value in kwargs.items()})
             return hidden

@@ -82,7 +82,7 @@ def load_model(
     where = find_device(device)
     if model in (SMOLLM2, smollm2.NAME):
         if by_layer:
-            raise ModelError(f"{SMOLLM2} is one small file of another format: use --load whole")
+            raise ModelError(f"{SMOLLM2} is a single file in another format: use --load whole")
         engine, tokenizer = smollm2.load()
         engine.model.to(device=where, dtype=_compute_dtype(dtype, where, "float32"))
         return LoadedModel(engine, tokenizer)
@@ -135,7 +135,7 @@ def find_device(name: str) -> torch.device:
         if device.type != "cpu":
             torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"no device {name!r} here ({str(error).splitlines()[0]}); use cpu") from error
+        raise UsageError(f"device {name!r} is not available ({str(error).splitlines()[0]}); use cpu") from error
     if device.type == "meta":
         raise UsageError("cannot compute on the device meta; use cpu")
     return device
@@ -191,7 +191,7 @@ def engine_of(
     model.eval()
     context = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(context, int) or context <= 0:
-        raise ModelError(f"{path}: config.json does not say how many positions the model has")
+        raise ModelError(f"{path}: config.json does not give the number of positions of the model")
     if (original := original_context(model.config)) is not None:
         context = min(context, original)  # longer prompts have different keys from their first token on
     spec = spec_of(

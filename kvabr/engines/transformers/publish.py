@@ -116,13 +116,13 @@ def publish_cache(
     ids = prompt_ids(engine, tokens)
     if len(ids) < spec.group_tokens:
         raise UsageError(
-            f"a cache must have at least a group of {spec.group_tokens} tokens, got {len(ids)}: computing "
-            "them again is cheaper than fetching them"
+            f"a cache must have at least one group of {spec.group_tokens} tokens, got {len(ids)}: recomputing so few "
+            "is cheaper than fetching them"
         )
     if loss := getattr(cache, "kvabr_loss", 0.0):
         raise UsageError(
-            f"this cache was itself played with an expected loss of {loss:.2g} nats per token: published, it would "
-            "pass as exact; publish a cache computed from the prompt alone"
+            f"this cache was played with an expected loss of {loss:.2g} nats per token, and players would take it as "
+            "exact; publish a cache computed from the prompt alone"
         )
     if has_states(spec) and hasattr(cache, "layers"):
         ids = ids[: _last_snapshot(cache, spec, len(ids))]

@@ -126,7 +126,7 @@ def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor)
             raise UsageError(f"input_ids has {tokens.shape[0]} prompts: play them one at a time")
         tokens = tokens.flatten().tolist()
     if isinstance(tokens, MediaTokens):
-        raise UsageError("transformers' engine computes from token ids alone, and some of these stand for media")
+        raise UsageError("the transformers engine computes from token ids alone, but some of these stand for media")
     ids = list(tokens)
     engine.check(ids)
     engine.check_unchanged()
@@ -195,7 +195,7 @@ class Steps:
     def __init__(self, engine: TransformersEngine, ready: ReadyCache) -> None:
         self._model, self._cache = engine.model, ready.cache
         if not isinstance(ready.played, Played):
-            raise UsageError("no cache was played, so there is none to upgrade")
+            raise UsageError("no cache was played, so no cache can be upgraded")
         self._played, self._tokens = ready.played, ready.tokens
         self._lock = threading.Lock()
         self._hooks: list[Any] = []

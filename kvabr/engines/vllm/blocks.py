@@ -108,7 +108,7 @@ class EngineBlocks:
         self._model, self._store = model, store
         named = {name for pages in model.caches.pages for name in pages.names}
         if named != set(caches):
-            raise UsageError(f"vLLM has caches of {len(caches)} layers, its configuration of {len(named)}")
+            raise UsageError(f"vLLM has caches of {len(caches)} layers, but its configuration has {len(named)}")
         self._shelves: list[_Shelf] = []
         self._states: list[_StateShelf] = []
         for pages in model.caches.pages:
@@ -224,7 +224,7 @@ class EngineBlocks:
             theirs, ours = group.context.spec.only, shelf.part.only
             if theirs.scales != ours.scales:
                 if ours.scales is None or self._store is None:
-                    raise PlayError(f"the play has {theirs.summary}, but the engine {ours.summary}")
+                    raise PlayError(f"the play has {theirs.summary}, but the engine has {ours.summary}")
                 dtype = self._model.dtype
                 writes.append(partial(_store_some, self._store, shelf.pages.names, slots, rows, mine.heads))
             elif mine.whole and len(rows) == shape[0]:

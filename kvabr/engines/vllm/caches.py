@@ -171,8 +171,8 @@ def engine_caches(
     main = sorted({layer.number for layer in found if not layer.role or layer.kind == "state"})
     if len(set(seen)) < len(seen) or main != list(layers):
         raise UnknownCacheError(
-            f"vLLM keeps {len(found)} caches, for {len(set(main))} of {len(layers)} layers of the model: kvabr needs "
-            "one of each layer"
+            f"vLLM keeps {len(found)} caches for {len(set(main))} of {len(layers)} layers of the model: kvabr needs "
+            "one cache for each layer"
         )
     titles = list(dict.fromkeys(layer.title for layer in found))
     classes = []
@@ -205,7 +205,9 @@ def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Ite
         if not draft.has(layer.name, layer.number, layers):
             yield layer
         elif draft.why is not None or layer.kind == "state":
-            raise UnknownCacheError(draft.why or f"vLLM keeps states of the draft model in {layer.name}")
+            raise UnknownCacheError(
+                draft.why or f"vLLM keeps states of the draft model in {layer.name}, which kvabr does not support"
+            )
         else:
             yield replace(layer, role=f"{DRAFT}{layer.role}")
 
@@ -285,20 +287,22 @@ def _states(
     kind, mode = getattr(spec.mamba_type, "name", spec.mamba_type), spec.mamba_cache_mode
     forms = forms_of(spec, cpu=cpu)
     if forms is None:
-        raise UnknownCacheError(f"vLLM keeps {name} as states of {kind}; kvabr exchanges those of {', '.join(KNOWN)}")
+        raise UnknownCacheError(f"vLLM keeps {name} as states of {kind}; kvabr supports {', '.join(KNOWN)}")
     if mode != "align" or spec.num_speculative_blocks:
         raise UnknownCacheError(
-            f'vLLM keeps the states of {name} in the mode "{mode}", where none is left at the end of a block: start it '
-            "with --enable-prefix-caching, and without speculative decoding"
+            f'vLLM keeps the states of {name} in the mode "{mode}", which leaves no state at the end of a block: '
+            "start it with --enable-prefix-caching, and without speculative decoding"
         )
     for form in forms:
         if form.dtype != torch.float32 and quantisation != PLAIN:
             raise UnknownCacheError(
-                f"vLLM keeps a state of {name} in {str(form.dtype).removeprefix('torch.')} beside a quantised cache, "
-                "which kvabr does not know: start it with --kv-cache-dtype auto"
+                f"vLLM keeps a state of {name} in {str(form.dtype).removeprefix('torch.')} next to a quantised cache, "
+                "which kvabr does not support: start it with --kv-cache-dtype auto"
             )
         if form.dtype not in (held, torch.float32):
-            raise UnknownCacheError(f"vLLM keeps a state of {name} in {form.dtype}, and its cache in {held}")
+            raise UnknownCacheError(
+                f"vLLM keeps a state of {name} in {form.dtype} and its cache in {held}, which kvabr does not support"
+            )
         heads, rows, columns = form.published
         wide = form.dtype == torch.float32 and form.role == RECURRENT
         yield _Layer(
@@ -330,17 +334,17 @@ def _layer(
     title = type(spec).__name__
     kind = _KINDS.get(title)
     if kind is None:
-        raise UnknownCacheError(f"vLLM keeps {name} as {title}; kvabr exchanges {', '.join(_KINDS)}, and MambaSpec")
+        raise UnknownCacheError(f"vLLM keeps {name} as {title}; kvabr supports {', '.join(_KINDS)}, and MambaSpec")
     if kind == "full" and (getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)):
         raise UnknownCacheError(
-            f"vLLM keeps every token of {name}, though its attention sees a part of them only: start it with the "
+            f"vLLM keeps every token of {name}, although its attention uses only a part of them: start it with the "
             "hybrid KV cache manager (without --disable-hybrid-kv-cache-manager; with chunked attention also with "
             "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1)"
         )
     mode = int(getattr(spec, "kv_quant_mode", 0))
     codes = bool(quantisation.dtype) and mode == _FP8
     if (why := _unlike(spec, held, mode, codes=codes)) is not None:
-        raise UnknownCacheError(f"vLLM keeps {name} {why}, which kvabr does not know")
+        raise UnknownCacheError(f"vLLM keeps {name} {why}, which kvabr does not support")
     number, block = _number(name), int(spec.block_size)
     role = str(getattr(getattr(spec, "cache_role", None), "value", ""))
     window = spec.sliding_window if kind == "window" else spec.attention_chunk_size if kind == "chunked" else 0
@@ -367,9 +371,9 @@ def _unlike(spec: Any, held: torch.dtype, mode: int, *, codes: bool) -> str | No
     if getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
         return "packed"
     if getattr(spec, "tokens_per_state", 1) != 1:
-        return "with several tokens in one"
+        return "with several tokens per state"
     if getattr(spec, "non_causal", False):
-        return "with attention to tokens that come later"
+        return "with attention to later tokens"
     if getattr(spec, "extra_retained_tokens", 0):
         return "with tokens beyond its window"
     return None

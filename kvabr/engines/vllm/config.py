@@ -93,7 +93,7 @@ class VllmSettings(EngineSettings):
     @classmethod
     def _check_policy(cls, policy: str) -> str:
         if load_policy(policy)().computes:
-            raise ValueError("it lets the engine compute from the front, which vLLM cannot do")
+            raise ValueError("it needs an engine that computes from the front, which vLLM cannot do")
         return policy
 
     @property
@@ -112,9 +112,9 @@ def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -
     """Return the settings of an engine that fetches, publishes, or both; raise `UsageError` if they are wrong."""
     settings = VllmSettings.read(given, WHERE)
     if consumes and settings.url is None:
-        raise UsageError(f'{WHERE}: a consumer needs "url", the origin, as in moqt://origin.example:4443/')
+        raise UsageError(f'{WHERE}: a consumer needs "url", the URL of the origin, such as moqt://origin.example:4443/')
     if produces and settings.publish is None:
-        raise UsageError(f'{WHERE}: a producer needs "publish", the folder or URL that caches are written to')
+        raise UsageError(f'{WHERE}: a producer needs "publish", the folder or URL to which caches are written')
     return settings
 
 
@@ -312,7 +312,7 @@ def served_model(
         raise UnknownCacheError(f"vLLM's cache of {model.model}: {error}") from error
     if kept.states and parallel.world_size > 1:
         raise UnknownCacheError(
-            "kvabr exchanges recurrent states of whole models only, and each rank has a part of them"
+            "kvabr supports recurrent states only if each rank has all of them, but here each rank has a part"
         )
     for pages in kept.pages:
         check_block_size(pages.block, spec.group_tokens)
@@ -324,8 +324,8 @@ def served_model(
     plain_caches = settings.plain_caches and any(one.scales is not None for one in spec.classes)
     if plain_caches and (whole is None or not all(map(_was_plain, spec.classes))):
         raise UsageError(
-            "plain_caches: kvabr has vLLM quantise keys and values of whole models only, and vLLM keeps "
-            f"{spec.summary}: leave it out, and caches like this engine's are played"
+            f"plain_caches is only for whole models with keys and values, but vLLM keeps {spec.summary}: leave it out "
+            "to play only caches that are quantised like this engine's"
         )
     heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
@@ -381,8 +381,8 @@ def _check_playable(config: Any, kept: EngineCaches) -> None:
     chunked = getattr(config.scheduler_config, "enable_chunked_prefill", True)
     if kept.latent and not (chunked or getattr(config.cache_config, "enable_prefix_caching", True)):
         raise UnknownCacheError(
-            "vLLM computes a prompt of this model (MLA) in one piece here, without what is cached before it, as on "
-            "processors without AMX; with kv_role kv_producer its caches are published"
+            "on this machine vLLM cannot continue a cached prompt of this model (MLA), as on processors without AMX; "
+            "set kv_role to kv_producer to publish its caches"
         )
 
 
@@ -422,8 +422,8 @@ def _all_heads(model: Any, heads: int, ranks: int) -> int:
     total = int(model.get_total_num_kv_heads())
     if heads != max(1, total // ranks):
         raise UnknownCacheError(
-            f"vLLM has {heads} KV heads of a layer in each of {ranks} ranks, and the model {total}: "
-            "kvabr needs the same number in all layers"
+            f"vLLM has {heads} KV heads per layer in each of {ranks} ranks, but the model has {total}: kvabr needs the "
+            "same number in all layers"
         )
     return total
 

@@ -114,8 +114,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = read_settings(transfer.kv_connector_extra_config, consumes=consumes, produces=produces)
         if consumes and role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
             _log.warning(
-                'kvabr: kv_load_failure_policy is "%s": a request fails if a group that is what its publisher made '
-                'cannot be decoded; with "recompute" it is computed',
+                'kvabr: kv_load_failure_policy is "%s": a request fails if one of its groups cannot be decoded; '
+                'with "recompute" vLLM computes it instead',
                 transfer.kv_load_failure_policy,
             )
         self._client, self._settings = None, settings

@@ -49,10 +49,10 @@ def draft_of(config: Any) -> DraftCaches:
     method, parallel = str(speculative.method), config.parallel_config
     ranks = getattr(speculative, "draft_tensor_parallel_size", None) or parallel.tensor_parallel_size
     if method not in _METHODS:
-        return DraftCaches(("",), why=f"a draft of the kind {method} keeps what kvabr does not know")
+        return DraftCaches(("",), why=f"kvabr does not support drafts of the kind {method}")
     if ranks != parallel.tensor_parallel_size or getattr(parallel, "pipeline_parallel_size", 1) > 1:
         return DraftCaches(
-            ("",), why="a draft is exchanged without pipeline stages, and with as many ranks as its model"
+            ("",), why="kvabr supports a draft only without pipeline stages, and with as many ranks as its model"
         )
     try:
         return DraftCaches((method, *_names(speculative, str(config.model_config.model))), _ahead(speculative))

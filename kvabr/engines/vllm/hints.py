@@ -73,12 +73,12 @@ class RequestHints:
         given = params(request).get("keep_s")
         if given is None and not expects_return(request):
             return 0.0
-        what = f"keep_s is not a number of seconds up to {_MAX_KEEP_S:g}"
+        what = f"keep_s must be a positive number of seconds; more than {_MAX_KEEP_S:g} count as {_MAX_KEEP_S:g}"
         if given is None:
             given = _MAX_KEEP_S
         wrong = isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf")
         if self._client is None:
-            wrong, what = True, "nothing is kept for requests here: this engine does not play"
+            wrong, what = True, "keep_s has no effect: this engine does not play"
         if wrong:
             self._counts.add("params_ignored")
             self._trouble.warn(f"kv_transfer_params: {what}", "the hint is ignored")

@@ -57,13 +57,13 @@ class Adapters:
             raise ModelError("it is loaded in place, so its weights may change under its name")
         adapter = self._adapter(request)
         if adapter is None:
-            raise ModelError(f"more than {_MAX_ADAPTERS:,} adapters were used before it")
+            raise ModelError(f"{_MAX_ADAPTERS:,} other adapters were used before it, the most that kvabr keeps apart")
         if not adapter.digest.done():
             raise ModelError(f"{adapter.folder} is still being read")
         found = adapter.digest.result()
         if _versions(adapter.folder) != adapter.versions:
             raise ModelError(
-                f"{adapter.folder} has changed since vLLM was first given it; load changed weights from another folder"
+                f"{adapter.folder} has changed since vLLM first loaded it; load changed weights from another folder"
             )
         return found
 

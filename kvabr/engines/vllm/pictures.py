@@ -74,7 +74,7 @@ def _media(features: Features) -> list[Medium]:
     except KvabrError:
         raise
     except Exception as error:  # torch may raise any error, and vLLM would end
-        raise ModelError(f"vLLM gives the model what kvabr cannot read ({error})") from error
+        raise ModelError(f"vLLM passes media to the model that kvabr cannot read ({error})") from error
 
 
 def _digest(feature: Any) -> str:
@@ -106,4 +106,4 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
     elif hasattr(value, "__array__"):
         yield from _pieces(torch.as_tensor(value), 0)
     else:
-        raise ModelError(f"vLLM gives the model a {type(value).__name__} of them, which kvabr cannot compare")
+        raise ModelError(f"vLLM passes them to the model as {type(value).__name__}, which kvabr cannot compare")

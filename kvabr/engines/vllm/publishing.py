@@ -151,7 +151,7 @@ class Publications:
                 else:
                     self._hand_over(slot, grown)
         except Exception as error:  # noqa: BLE001  # the request must continue
-            _log.warning("kvabr: not published while it is computed (%s)", error, exc_info=True)
+            _log.warning("kvabr: a cache is not published while it is computed (%s)", error, exc_info=True)
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _announce(self, grown: GrowRequest) -> LiveSlot | None:
@@ -172,7 +172,7 @@ class Publications:
                 slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, model=own, done=done)
                 self._count(0 if isinstance(slot, str) else 1)
         except Exception as error:  # noqa: BLE001  # the request must continue
-            _log.warning("kvabr: not published: %s", error, exc_info=not isinstance(error, UsageError))
+            _log.warning("kvabr: a cache is not published: %s", error, exc_info=not isinstance(error, UsageError))
         else:
             if not isinstance(slot, str):
                 self._counts.add("published_live")
@@ -228,7 +228,7 @@ class Publications:
                 self._engine.blocks.read(runs, [kv.get(part) for part in range(len(parts))])
                 self._windows.keep(chunk, [kv[part] for part in self._passing])
         except Exception as error:  # noqa: BLE001  # the request must continue; it is not published
-            _log.warning("kvabr: tokens that leave a window could not be kept (%s)", error, exc_info=True)
+            _log.warning("kvabr: tokens that leave a sliding window could not be kept (%s)", error, exc_info=True)
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _keep_states(self, snapshot: SnapshotRequest) -> None:

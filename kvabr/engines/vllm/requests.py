@@ -50,7 +50,7 @@ def faults(request: Any) -> Iterator[tuple[str, str]]:
     """Yield faults in a request's first `_MAX_KEYS` parameters, each with its consequence."""
     for key, value in islice(params(request).items(), _MAX_KEYS):
         if key in _SWITCHES and not (value is None or isinstance(value, bool)):
-            yield f"{key} is neither true nor false", f"{str(value)[:80]!r} counts as false"
+            yield f"{key} must be true or false", f"{str(value)[:80]!r} counts as false"
         elif key not in _KEYS and not str(key).startswith(_FOREIGN_PREFIXES):
             close = difflib.get_close_matches(str(key)[:80], _KEYS, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(_KEYS - {OWN}))}"

@@ -534,7 +534,7 @@ class SchedulerHalf:
         lookup.within_s = self._lookup_s(lookup)
         if lookup.within_s < self._rtt_s:
             self.counts.add("lookups_hopeless")
-            self._trouble.warn("deadlines are too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
+            self._trouble.warn("a deadline is too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
             if not self._looking:  # the round trip may have been slow only once
                 self._looking = True
                 self._client.begin(self._look)
@@ -677,7 +677,10 @@ class SchedulerHalf:
         limit_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= limit_s:
             self.counts.add("params_ignored")
-            self._trouble.warn(f"kv_transfer_params: deadline_s is not a number up to {limit_s:g}", f"{WHERE} applies")
+            self._trouble.warn(
+                f"kv_transfer_params: deadline_s must be more than 0 and at most {limit_s:g}",
+                f"the value of {WHERE} applies",
+            )
             return self._settings.deadline_s
         return float(given)
 
@@ -685,5 +688,5 @@ class SchedulerHalf:
         if (given := requested_max_loss(request)) is not None:
             return given
         self.counts.add("params_ignored")
-        self._trouble.warn("kv_transfer_params: max_loss is not a number of zero or more", "it counts as 0")
+        self._trouble.warn("kv_transfer_params: max_loss must be a number of 0 or more", "it counts as 0")
         return 0.0

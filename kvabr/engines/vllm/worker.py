@@ -93,7 +93,8 @@ class WorkerHalf:
         if keepers:
             self._max_loss = self._settings.keep_loss
             _log.info(
-                "kvabr: %s may keep played caches: those that lose more than keep_loss (%g nats) are computed instead",
+                "kvabr: %s may keep played caches, so caches with a loss above keep_loss (%g nats) are computed "
+                "instead",
                 ", ".join(keepers),
                 self._max_loss,
             )
@@ -252,7 +253,7 @@ class WorkerHalf:
             if found.catalog.spec.model not in {own.model, *(each.model for each in model.specs)}:
                 shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
                 if shard is None or len(shard.catalog.chunks) <= skip:
-                    raise PlayError(f"another rank's part is published, but {own.model} is not")
+                    raise PlayError(f"the part of another rank is published, but {own.model} is not")
                 found = cut(shard, load.last) if shard.catalog.tokens > load.last else shard
             cost = settings.prefill_cost or self._times.cost(load.found.catalog.prefill)
             return await client.play_prefix(
@@ -292,7 +293,11 @@ class WorkerHalf:
                     self.counts.add(f"groups_{name}", count)
             worst = _worst(load, prefix) if self._max_loss < math.inf else 0.0
             if worst > self._max_loss or prefix.loss > load.max_loss:
-                _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
+                _log.info(
+                    "kvabr: %s: the expected loss of %.3g nats per token is too high; the request is computed",
+                    load.request,
+                    prefix.loss,
+                )
                 return None, load.first
             return prefix, max(
                 load.first, whole_blocks(min(load.last, prefix.first + prefix.tokens), self._model.block)

@@ -48,11 +48,11 @@ def parse_url(url: str) -> tuple[str, int, str]:
     except ValueError as error:
         raise UsageError(f"{url}: not a URL ({error})") from error
     if parts.scheme != "moqt":
-        raise UsageError(f"{url}: an origin's URL begins with moqt://, as in moqt://origin.example:4443/")
+        raise UsageError(f"{url}: the URL of an origin must begin with moqt://, such as moqt://origin.example:4443/")
     if parts.username is not None or parts.password is not None:
         raise UsageError(f"{parts.scheme}://{parts.hostname}: a URL must not contain a user or password; use a token")
     if not parts.hostname or any(letter <= " " or letter == "\x7f" for letter in url):
-        raise UsageError(f"{url}: the host is missing, or there is a blank in the URL")
+        raise UsageError(f"{url}: the host is missing, or the URL contains a space")
     try:
         parts.hostname.encode("idna")
     except UnicodeError as error:  # which a lookup would raise
@@ -81,7 +81,7 @@ def parse_namespace(name: str) -> TrackNamespace:
         return TrackNamespace(model, prompt.lower())
     except FormatError as error:
         raise UsageError(
-            f"{name[:200]!r} does not name an asset: use <model>/<prompt digest of 64 hex digits>"
+            f"{name[:200]!r} does not name an asset: give <model>/<prompt digest of 64 hex digits>"
         ) from error
 
 

@@ -94,7 +94,7 @@ class MoqtRequest:
                 continue
             transfer.progressed(limit)
             if isinstance(item, RangeEnd):
-                self._wrong("the peer does not have all of it", Reason.INTERNAL)
+                self._wrong("the peer does not have the whole group", Reason.INTERNAL)
             elif not 0 <= item.group - request.group < request.groups:
                 self._wrong(f"objects of group {item.group} were received", Reason.WRONG)
             elif max(item.size, _number(item, PROPERTY_GROUP_BYTES)) > request.limit:
@@ -126,7 +126,7 @@ class MoqtRequest:
             missing = f"{request}: not found{details}"
             if request.track == CATALOG_TRACK:
                 name = f"{request.namespace.model}/{request.namespace.prompt}"
-                missing = f"no such asset {name}, or none that your token opens"
+                missing = f"no such asset {name}, or your token does not give access to it"
             error: RequestError = NotFoundError(missing, reason=REASONS.get(code, Reason.OTHER))
         else:
             retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
@@ -460,7 +460,7 @@ class MoqtConnection(Endpoint, PeerConnection):
     def carry(self, transfer: GroupTransfer) -> None:
         namespace = transfer.request.namespace
         if (size := namespace.full_name_bytes(transfer.request.track)) > MAX_FULL_TRACK_NAME:
-            why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
+            why = f"full track name of {size} bytes, more than the {MAX_FULL_TRACK_NAME} allowed"
             transfer.fail(RequestError(why))
         elif self._lost is not None:
             self._lose(transfer, self._lost)

@@ -223,7 +223,7 @@ class Endpoint(ABC):
             if isinstance(command, Write):
                 transport.write(command.stream, command.data, fin=command.fin)
                 if len(command.data) > 0 and transport.backlog(command.stream) > self.most_unread:
-                    transport.close(SessionCode.INTERNAL_ERROR, "answers are not read")
+                    transport.close(SessionCode.INTERNAL_ERROR, "the peer does not read answers")
             elif isinstance(command, Reset):
                 transport.reset(command.stream, command.code)
             elif isinstance(command, Stop):

@@ -92,7 +92,10 @@ class StoreIndex:
 
     def _wrong(self, name: str, why: str) -> RequestError:
         self._warn(name, why)
-        message = f"{self._store.where(name)}: the answer was not published by kvabr: {why}; a gateway or a login page?"
+        message = (
+            f"{self._store.where(name)}: the answer was not published by kvabr: {why}; is it from a gateway or a "
+            "login page?"
+        )
         return RequestError(message, reason=Reason.WRONG)
 
     def _warn(self, name: str, why: str) -> None:

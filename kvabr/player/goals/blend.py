@@ -105,7 +105,7 @@ class BlendAim(WholeAim):
             return False
         play.next_tick_s = now + play.tick_s
         if now >= min(self._wait_s, self.patience_s()):
-            self.tokens_failed(f"they were not computed within {now - (self._blend.begun_s or 0.0):.1f} s", now)
+            self.tokens_failed(f"the tokens were not recomputed within {now - (self._blend.begun_s or 0.0):.1f} s", now)
         return True
 
     def next_timer(self, soonest_s: float) -> float:
@@ -151,7 +151,7 @@ class BlendAim(WholeAim):
                 continue
             self._ahead, self._ahead_s = option, now
             self.play.act(RecomputeTokens(option.share, option.tokens, passage=self._next - 1))
-            reason = f"by their publisher's order, while {rest_s:.2f} s of the base are still to come"
+            reason = f"in the publisher's order, while the base still needs {rest_s:.2f} s"
             self.play.events.emit(TokensStarted, now, option.tokens, option.share, reason)
             return
 
@@ -175,7 +175,7 @@ class BlendAim(WholeAim):
             self._finish(now)
             return
         for transfer in list(self.play.view.in_flight.values()):
-            self.play.cancel(transfer, "tokens are computed again over what is in place", now)
+            self.play.cancel(transfer, "tokens are recomputed over the groups in place", now)
         # Computed groups contain no tokens to recompute; other tokens take their share.
         option = replace(option, tokens=min(option.tokens, self._plan.tokens_left(coverage)))
         self._computing, self._blend.begun_s, self.play.closed = option, now, True
@@ -197,6 +197,4 @@ class BlendAim(WholeAim):
         self.play.hand_over(now, cut)
 
     def _too_lossy(self, loss: float) -> str:
-        return (
-            f"joined from passages it is expected to lose {loss:.3g} nats per token, and max_loss is {self._max_loss:g}"
-        )
+        return f"the joined passages would lose {loss:.3g} nats per token, more than max_loss ({self._max_loss:g})"

@@ -148,7 +148,7 @@ class LivePlay:
             engine = group not in play.groups.absent or (play.engine is not None and group in play.engine.chosen)
             if (group, base) in view.unavailable or engine:
                 continue
-            decision = Decision.fetch(group, base, "the publisher pushes the base of what it publishes")
+            decision = Decision.fetch(group, base, "the publisher pushes the base of each group")
             pushed = changes.pushed is None or group in changes.pushed
             play.request(group, (base,), decision, now, upgrade=False, pushed=pushed)
         play.groups.restage(new)
@@ -175,8 +175,8 @@ class LivePlay:
         live = self.edge
         if live.edge == self.play.view.groups:
             return ""
-        why = "no more so far" if live.ended is None else f"then it stopped: {live.ended}"
-        return f"; the producer has published {live.edge or 'none'}, {why}"
+        why = "and has not stopped" if live.ended is None else f"and then stopped: {live.ended}"
+        return f"; the producer has published {live.edge or 'none'} {why}"
 
     def layers_pay(self, now: float) -> bool:
         """Return whether layers being encoded save more than waiting for them costs."""

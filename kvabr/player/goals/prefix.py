@@ -36,7 +36,7 @@ class PrefixAim(WholeAim):
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
         self.play.record.used = first
         what = f"group {first} is" if last == first + 1 else f"groups {first} to {last - 1} are"
-        self.deliver(now, cut=why or f"{what} better computed than fetched")
+        self.deliver(now, cut=why or f"{what} faster to compute than to fetch")
         return False
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
@@ -48,7 +48,7 @@ class PrefixAim(WholeAim):
                 used = play.catalog.cut(max(0, used - 1 - here // _MAX_CUTS))
             if used < here:
                 play.record.used = used
-                cut = f"more of it would lose more than max_loss, {limit:g} nats per token"
+                cut = f"a longer prefix would lose more than max_loss ({limit:g} nats per token)"
         super().deliver(now, cut=cut)
 
     def exceed(self, now: float) -> None:
@@ -61,7 +61,7 @@ class PrefixAim(WholeAim):
         elif stopped:
             self.fall_short(now)
         else:
-            self.deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
+            self.deliver(now, cut=None if complete else "the rest cannot be fetched, or is faster to compute")
 
     def fall_short(self, now: float) -> None:
         self.deliver(now, cut=self.play.lacking())

@@ -111,7 +111,7 @@ class WholeAim:
             play.look(now)
             self.deliver(now)
         elif now >= play.view.deadline_s and self.cuts(now):
-            self.deliver(now, cut="the deadline has come")
+            self.deliver(now, cut="the deadline has passed")
         elif now >= self.patience_s():
             play.look(now)
             play.give_up(now, self._excess() if complete else play.lacking())
@@ -126,7 +126,7 @@ class WholeAim:
 
     def _excess(self) -> str:
         loss, limit = delivered_loss(self.play.catalog, self.play.record), self.play.view.max_loss
-        return f"the cache would lose {loss:.2g} nats per token, and max_loss is {limit:g}"
+        return f"the cache would lose {loss:.2g} nats per token, more than max_loss ({limit:g})"
 
     def cuts(self, now: float) -> bool:
         """Return whether to deliver a partial cache at the deadline."""
@@ -168,7 +168,7 @@ class WholeAim:
         del stopped
         play = self.play
         if now >= play.view.deadline_s and not complete and play.silent(now):
-            play.give_up(now, f"{play.lacking()}, and nothing has come for {now - play.last_received_s:.2f} s")
+            play.give_up(now, f"{play.lacking()}, and no data has arrived for {now - play.last_received_s:.2f} s")
 
     def fall_short(self, now: float) -> None:
         """End a live play after its producer stopped early."""

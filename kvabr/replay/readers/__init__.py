@@ -106,7 +106,7 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     if said.of_csv and format_name is None:
         format_name = "csv"
     if format_name is not None and format_name not in FORMATS:
-        raise TraceError(f"unknown trace format {format_name!r}; known are {', '.join(FORMATS)}")
+        raise TraceError(f"unknown trace format {format_name!r}; choose from {', '.join(FORMATS)}")
     family, name = _names(path)
     source = TraceFile(path, _text(path), name, family, said)
     chosen = format_name or _sniff_text(source.text[:_HEAD_BYTES], cut=len(source.text) > _HEAD_BYTES)
@@ -116,8 +116,8 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
         )
     if chosen is None:
         raise MissingTraceError(
-            f"{path}: unknown trace format; `kvabr traces import {path} --format F --out FOLDER` "
-            f"converts it: F is one of {', '.join(FORMATS)}, and for CSV its options name the columns"
+            f"{path}: unknown trace format; convert it with `kvabr traces import {path} --format F --out FOLDER`, "
+            f"where F is one of {', '.join(FORMATS)}; for CSV, its options name the columns"
         )
     traces = _FORMATS[chosen].parse(source)
     if chosen in _WITH_UNITS:
@@ -138,13 +138,13 @@ def _bytes(path: Path, limit: int) -> bytes:
         with open_regular(path, follow_links=True) as file:
             return file.read(limit)
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror}); a trace is an ordinary file") from error
+        raise TraceError(f"{path}: cannot be read ({error.strerror}); a trace must be a regular file") from error
 
 
 def _text(path: Path) -> str:
     data = _bytes(path, MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-        raise TraceError(f"{path}: larger than the {MAX_FILE_BYTES} bytes allowed; is it the right file?")
+        raise TraceError(f"{path}: more than the {MAX_FILE_BYTES} bytes allowed; is it the right file?")
     try:
         return data.decode("utf-16" if data.startswith(_UTF_16) else "utf-8-sig")
     except UnicodeDecodeError as error:

@@ -31,7 +31,7 @@ def growth(source: TraceFile, places: Sequence[int], times: Sequence[float], tot
     # Loggers of cell information repeat a row for each neighbouring cell.
     kept = [reading for index, reading in enumerate(readings) if index == 0 or reading[1:] != readings[index - 1][1:]]
     if len(kept) < 2:
-        raise source.error(f"{len(kept)} readings of the counter; a rate needs at least two")
+        raise source.error(f"the counter has {len(kept)} readings; a rate needs at least two")
     longest = GAP_STEPS * median_step([time for _, time, _ in kept])
     rates: list[float | None] = []
     for (_, start, before), (place, end, after) in pairwise(kept):

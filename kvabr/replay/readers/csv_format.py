@@ -115,7 +115,9 @@ def _read(source: TraceFile) -> _Table:
     width = len(header)
     for place, row in zip(places, rows, strict=True):
         if len(row) != width and (len(row) < width or any(row[width:])):
-            raise source.error(f"{len(row)} cells under {width} names; complete, quote or remove the line", place)
+            raise source.error(
+                f"the line has {len(row)} cells, but the header has {width}; complete, quote or remove the line", place
+            )
     return _Table(source, delimiter, header, places, rows)
 
 
@@ -162,7 +164,10 @@ def _find_rate(table: _Table) -> tuple[int, float]:
     unit = name.rate if said.unit is None else _given_unit(table)
     foreign = name.strange or name.time
     if unit is None and foreign:
-        problem = f"column {header[index]!r} is in {foreign!r}, no unit of rate unless --unit gives another"
+        problem = (
+            f"column {header[index]!r} is in {foreign!r}, which is not a unit of rate; name another column, or add "
+            "--unit"
+        )
         raise source.question(problem, "--rate-column", "NAME")
     return index, _bytes_per_second(table, index, unit)
 
@@ -181,13 +186,13 @@ def _given_unit(table: _Table) -> str:
     unit = rate_unit(given)
     if not unit:
         known = ", ".join(BYTES_PER_SECOND)
-        raise table.source.question(f"unknown unit {given[:40]!r}; known are {known}", "--unit", "UNIT")
+        raise table.source.question(f"unknown unit {given[:40]!r}; choose from {known}", "--unit", "UNIT")
     return unit
 
 
 def _bytes_per_second(table: _Table, index: int, unit: str | None) -> float:
     if not unit:
-        problem = "could be of bits or of bytes" if unit == "" else "is not in its name"
+        problem = "could mean bits or bytes" if unit == "" else "is not in its name"
         raise table.source.question(f"the unit of column {table.header[index]!r} {problem}", "--unit", "UNIT")
     return BYTES_PER_SECOND[unit]
 
@@ -199,7 +204,7 @@ def _refuse_total(table: _Table, column: int) -> None:
     open_name = not chosen and name.rate is None and name.words in DIRECTIONS
     values = [number(_THOUSANDS.sub("", cell)) for cell in table.cells(column)]
     if (name.counts or open_name) and is_total(values):
-        problem = f"column {header!r} is a running total, no rate: its values keep rising"
+        problem = f"column {header!r} is a running total and not a rate: its values keep rising"
         raise table.source.question(problem, "--counter", shlex.quote(header))
 
 
@@ -207,11 +212,13 @@ def _find_times(table: _Table) -> tuple[int | None, int | None]:
     source, header, said = table.source, table.header, table.source.said
     if said.step_s is not None:
         if not (math.isfinite(said.step_s) and said.step_s > 0):
-            raise source.error(f"a step of {said.step_s} s; give a positive number")
+            raise source.error(f"--step must be a positive number of seconds, got {said.step_s}")
         return None, None
     time = find_time(header) if said.time is None else _named(table, said.time)
     if time is None:
-        raise source.question(f"no column is a time, and no --step is given ({_list(header)})", "--time-column", "NAME")
+        raise source.question(
+            f"no column is a time, and --step is not given ({_list(header)})", "--time-column", "NAME"
+        )
     end = find_end(header) if said.end is None else _named(table, said.end)
     for column in (time, end):
         if column is not None:
@@ -248,7 +255,7 @@ def _mark(table: _Table, columns: Sequence[int], factor: float) -> Mark:
         return source.said.decimal
     mark, proven = decimal_mark(list(_numeric(table, columns)), table.delimiter)
     if mark is None or (not proven and factor < BYTES_PER_SECOND["Mbit/s"]):
-        raise source.question("a mark in its numbers may be decimal or of thousands", "--decimal", "MARK")
+        raise source.question("a mark in its numbers may separate decimals or thousands", "--decimal", "MARK")
     return mark
 
 
@@ -336,5 +343,5 @@ def _unit(table: _Table, name: ColumnName, said: Columns) -> str | None:
     unit = name.time if said.time_unit is None else time_unit(said.time_unit)
     if unit is None and given:
         known = ", ".join(TIME_UNITS)
-        raise table.source.question(f"unknown unit of time {given!r}; known are {known}", "--time-unit", "UNIT")
+        raise table.source.question(f"unknown unit of time {given!r}; choose from {known}", "--time-unit", "UNIT")
     return unit

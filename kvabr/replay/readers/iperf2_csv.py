@@ -47,10 +47,10 @@ def parse_iperf2_csv(source: TraceFile) -> list[Trace]:
                 # The receiver's report, which a sender of datagrams prints at the end.
                 carried = 1 - source.number(cells[_LOSS_CELL], "the share of lost datagrams", place) / 100
             elif end <= samples[0].end:
-                raise source.error("two tests, or both directions of one; keep the lines of one", place)
+                raise source.error("it has two tests, or both directions of one; keep the lines of one", place)
             continue
         streams.add((found["id"], found["to"]))
         samples.append(Sample(place, start, end, rate * BYTES_PER_SECOND["bit/s"]))
     if len(streams) > 1:
-        raise source.error("several streams and no sum; keep the lines of one")
+        raise source.error("it has several streams and no sum; keep the lines of one")
     return [build(source, [sample._replace(rate=sample.rate * carried) for sample in samples])]

@@ -76,7 +76,7 @@ def _direction(source: TraceFile, report: dict[str, Any], intervals: list[Any]) 
     serves = isinstance(start, dict) and "accepted_connection" in start and "connecting_to" not in start
     keys = [key for key in ("sum", _REVERSE) if _sends(intervals, key) is serves]
     if len(keys) != 1:
-        raise source.error("a test in both directions that does not say which sums are of the download")
+        raise source.error("it is a test in both directions, and does not mark the sums of the download")
     return keys[0]
 
 
@@ -102,13 +102,13 @@ def _carried(source: TraceFile, report: dict[str, Any]) -> float:
     for total in totals:
         if isinstance(total, dict) and "lost_percent" in total and total.get("packets", 1):
             return _share(source, total["lost_percent"])
-    raise source.error("it says what was sent as datagrams, not what arrived; use the receiver's report")
+    raise source.error("it reports the datagrams sent, not those received; use the receiver's report")
 
 
 def _share(source: TraceFile, lost_percent: Any) -> float:
     lost = source.number(lost_percent, "end.sum.lost_percent", 1, "report")
     if not 0 <= lost <= 100:
-        raise source.error(f"end.sum.lost_percent is {lost:g}; it must be from 0 to 100")
+        raise source.error(f"end.sum.lost_percent must be from 0 to 100, got {lost:g}")
     return 1 - lost / 100
 
 
@@ -118,7 +118,7 @@ def _trace(source: TraceFile, intervals: list[Any], which: str, carried: float) 
     for place, interval in enumerate(intervals, 1):
         total = interval.get(which) if isinstance(interval, dict) else None
         if not isinstance(total, dict) or not {"start", "end", "bits_per_second"} <= total.keys():
-            raise source.error(f"needs {which}.start, {which}.end and {which}.bits_per_second", place, _UNIT)
+            raise source.error(f"it must have {which}.start, {which}.end and {which}.bits_per_second", place, _UNIT)
         if total.get("omitted"):
             continue
         start, end, rate = (source.number(total[key], key, place, _UNIT) for key in ("start", "end", "bits_per_second"))

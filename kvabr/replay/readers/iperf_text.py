@@ -57,7 +57,7 @@ def parse_iperf_text(source: TraceFile) -> list[Trace]:
     if any(line.stream == "SUM" for line in body):
         body = [line for line in body if line.stream == "SUM"]
     if len({line.stream for line in body}) > 1:
-        raise source.error("several streams and no [SUM]; keep the lines of one stream")
+        raise source.error("it has several streams and no [SUM]; keep the lines of one stream")
     samples: list[Sample] = []
     for line in body:
         if samples and line.start < samples[-1].end - 1e-6 and line.start <= samples[0].start:
@@ -84,4 +84,4 @@ def _carried(source: TraceFile, *, text: str, body: list[_Line], lines: list[_Li
         lost = _LOST.search(line.rest)
         if lost is not None and not line.rest.rstrip().endswith("sender"):
             return max(0.0, 1 - source.number(lost["share"], "the share of lost datagrams", line.place) / 100)
-    raise source.error("it says what was sent as datagrams, not what arrived; use the receiver's report")
+    raise source.error("it reports the datagrams sent, not those received; use the receiver's report")

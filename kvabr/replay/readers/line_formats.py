@@ -110,17 +110,19 @@ def parse_pensieve(source: TraceFile) -> list[Trace]:
     unit, of_time = rate_unit(source.said.unit or "Mbit/s"), time_unit(source.said.time_unit or "s")
     if not unit:
         raise source.question(
-            f"unknown unit {source.said.unit!r}; known are {', '.join(BYTES_PER_SECOND)}", "--unit", "UNIT"
+            f"unknown unit {source.said.unit!r}; choose from {', '.join(BYTES_PER_SECOND)}", "--unit", "UNIT"
         )
     if of_time is None:
         known = ", ".join(TIME_UNITS)
         raise source.question(
-            f"unknown unit of time {source.said.time_unit!r}; known are {known}", "--time-unit", "UNIT"
+            f"unknown unit of time {source.said.time_unit!r}; choose from {known}", "--time-unit", "UNIT"
         )
     if "," in source.text:
         mark, _ = decimal_mark((times, rates), " ")
         if mark is None:
-            raise source.error("a mark in its numbers may be decimal or of thousands; write them with a decimal point")
+            raise source.error(
+                "a mark in its numbers may separate decimals or thousands; write them with a decimal point"
+            )
         times, rates = with_point(times, mark), with_point(rates, mark)
     factor = BYTES_PER_SECOND[unit]
     starts = source.numbers(times, "the time", places)

@@ -37,7 +37,10 @@ def parse(source: TraceFile) -> list[Trace]:
     """Read a file; raise `TraceError` if it has a newer version, is truncated, or is not of this format."""
     first = source.text.lstrip().partition("\n")[0].strip()
     if first != MAGIC:
-        raise source.error(f"begins with {first[:40]!r}, this version reads {MAGIC!r}; upgrade kvabr, or wrong file?")
+        raise source.error(
+            f"begins with {first[:40]!r}, this version reads {MAGIC!r}; is it the right file, or do you need a newer "
+            "kvabr?"
+        )
     fields = _fields(source)
     lines = source.lines()
     if not lines or lines[0][1] != COLUMNS:
@@ -72,7 +75,7 @@ def _fields(source: TraceFile) -> dict[str, str]:
             fields.setdefault(key.strip(), value.strip())
     for key in ("name", "family"):
         if key in fields and not is_plain(fields[key]):
-            raise source.error(f"the {key} {fields[key][:40]!r} is not a plain name; write one such as lte/walk")
+            raise source.error(f"the {key} {fields[key][:40]!r} must be a plain name, such as lte/walk")
     return fields
 
 

@@ -21,16 +21,18 @@ def parse_sabre(source: TraceFile) -> list[Trace]:
     """Read a file; raise `TraceError` if it is not of this format."""
     entries = source.json()
     if not isinstance(entries, list):
-        raise source.error("not a JSON list of stretches; is this sabre?")
+        raise source.error("not a JSON list of segments; is this sabre?")
     samples: list[Sample] = []
     waited, known = 0.0, True
     now = 0.0
     for place, entry in enumerate(entries, 1):
         if not isinstance(entry, dict) or "duration_ms" not in entry or "bandwidth_kbps" not in entry:
-            raise source.error("needs duration_ms and bandwidth_kbps", place, "entry")
+            raise source.error("it must have duration_ms and bandwidth_kbps", place, "entry")
         duration = source.number(entry["duration_ms"], "duration_ms", place, "entry")
         if not duration > 0:
-            raise source.error(f"duration_ms is {duration:g}; it must be positive (remove the entry)", place, "entry")
+            raise source.error(
+                f"duration_ms must be positive, got {duration:g}; correct or remove the entry", place, "entry"
+            )
         rate = source.number(entry["bandwidth_kbps"], "bandwidth_kbps", place, "entry") * BYTES_PER_SECOND["kbit/s"]
         samples.append(Sample(place, now / 1000, (now + duration) / 1000, rate))
         now += duration

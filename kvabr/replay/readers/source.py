@@ -102,7 +102,7 @@ class TraceFile:
     def question(self, problem: str, option: str, value: str) -> TraceQuestionError:
         """Return an error about an ambiguity, with the option that resolves it."""
         how = f"`kvabr traces import {self.path} {option} {value} --out DIR`"
-        return TraceQuestionError(f"{self.path}: {problem}; say it with {option}: {how}", option)
+        return TraceQuestionError(f"{self.path}: {problem}; give {option}: {how}", option)
 
     def lines(self) -> list[tuple[int, str]]:
         """Return the stripped lines that are neither empty nor comments (``#``), with their numbers from 1."""

@@ -91,8 +91,8 @@ def _compare(abr: _Score, fixed: _Score) -> str:
         return f"{abr.policy} did as well as the best fixed track ({fixed.title}) and no better: {both}"
     if better > 0:
         return (
-            f"No adaptive policy beat the best fixed track here: {fixed.title} {fixed.hits} and lost {_lost(fixed)}, "
-            f"the best adaptive one, {abr.policy}, {abr.hits} and lost {_lost(abr)} "
+            f"No adaptive policy beat the best fixed track here: {fixed.title} {fixed.hits} and lost {_lost(fixed)}; "
+            f"the best adaptive policy, {abr.policy}, {abr.hits} and lost {_lost(abr)} "
             f"(mean regret {nats(fixed.regret)} against {_regret(abr)})"
         )
     more_hits = abr.met - fixed.met

@@ -40,7 +40,7 @@ class EventFeed:
     def receive(self, number: int, topic: str, events: Sequence[KVEvent], nbytes: int = 0) -> None:
         """Process a published batch of ``nbytes`` bytes."""
         if number <= self._last:
-            self._restart(f"its batch {number} follows its batch {self._last}")
+            self._restart(f"batch {number} was received after batch {self._last}")
         self._last = number
         missing = self._next != number and not (self._next is None and number == 0)
         if self.wanted is None and not (missing and self._replays):
@@ -82,7 +82,7 @@ class EventFeed:
         self._on_events(topic, events)
 
     def _lose(self, number: int) -> None:
-        self._forget(f"its batches {self._next} to {number - 1} were lost")
+        self._forget(f"batches {self._next} to {number - 1} were lost")
 
     def _restart(self, why: str) -> None:
         if self._next is not None:

@@ -101,7 +101,7 @@ class KVEventSubscriber:
     def _forgetting(self, forget: Callable[[str], object]) -> Callable[[str], None]:
         def reset(why: str) -> None:
             self._log.warning(
-                "the blocks of a publisher of KV events are forgotten", endpoint=self._sockets.endpoint, why=why
+                "dropped the known blocks of a KV event publisher", endpoint=self._sockets.endpoint, why=why
             )
             forget(why)
 

@@ -121,5 +121,5 @@ def test_payloads_of_another_length_are_refused(level):
     spec, out = SPECS["usual"], torch.zeros(SPECS["usual"].shape(40), device=DEVICE)
     payload = encoded(spec, 40, level)
     for wrong in (payload[:-1], bytes(payload) + b"\0", b""):
-        with pytest.raises(FormatError, match=f"{level}: {len(wrong)} bytes of payload instead of {len(payload)}"):
+        with pytest.raises(FormatError, match=f"{level}: {len(wrong)} bytes of payload, expected {len(payload)}"):
             levels.expand_many([job(spec, level, wrong, out)])

@@ -137,5 +137,5 @@ def test_blocks_of_another_shape_are_refused():
     assert isinstance(error, FormatError)
     assert "the place must have the shape" in str(error)
     _, unlike = apart(2, 1, 4, torch.float32)
-    with pytest.raises(FormatError, match="must be alike views"):
+    with pytest.raises(FormatError, match="must be views"):
         BlockSlots([views[0], [unlike[0][0][:, :, :8], unlike[0][1]]], np.arange(5))

@@ -67,7 +67,7 @@ def test_indices_out_of_reach_are_refused_as_by_the_reference():
     job = some_job(12, 70, refines=True)
     job.rows[0, np.flatnonzero(job.keep)[0]] = 0.6 * 20_000
     for encode in (wanted, lambda job: writer.encode_many([job])):
-        with pytest.raises(FormatError, match="beyond 16 bits"):
+        with pytest.raises(FormatError, match="exceeds 16 bits"):
             encode(job)
 
 

@@ -392,14 +392,14 @@ class _Reader:
         self._escape += 1
         value = int(self._escapes[self._escape - 1])
         if value == -32768:
-            raise FormatError("entropy coded part: an escape that no encoder writes; corrupt")
+            raise FormatError("entropy coded part: an escape is invalid; corrupt")
         return value
 
     def end(self) -> None:
         """Raise unless everything is used up."""
         left = self._word != len(self._words) or self._escape != len(self._escapes)
         if left or (self._states != LOW).any():
-            raise FormatError("entropy coded part: it does not end where it should; corrupt, or of another profile")
+            raise FormatError("entropy coded part: it has the wrong length; corrupt, or of another profile")
 
     def _advance(self, states: NDArray[np.int64], freq: NDArray[np.int64], place: NDArray[np.int64]) -> None:
         states[:] = freq * (states >> PROBABILITY_BITS) + place

@@ -91,7 +91,7 @@ def test_settings(tmp_path):
     assert settings == KeyedSettings(url="moqt://origin.example/", publish=tmp_path, deadline_s=2.0, store_mib=0)
     second = read_settings({"remote_storage_plugin.kvabr.b.publish": "b", f"{P}publish": "a"}, "kvabr.b")
     assert str(second.publish) == "b"
-    with pytest.raises(UsageError, match=r"extra_config, remote_storage_plugin\.kvabr\.\*: there is no key 'deadline'"):
+    with pytest.raises(UsageError, match=r"extra_config, remote_storage_plugin\.kvabr\.\*: unknown key 'deadline'"):
         read_settings({f"{P}url": "moqt://origin.example/", f"{P}deadline": 1})
 
 

@@ -103,7 +103,7 @@ def test_without_a_position_there_is_the_fallback_which_needs_no_profile(profile
     data = coded(coder, chunk)
     assert torch.equal(decoded(bare, data, chunk), decoded(bare, coded(bare, chunk), chunk))
     assert "coded without layers" in caplog.text
-    with pytest.raises(FormatError, match="need the profile"):
+    with pytest.raises(FormatError, match="needs the codec profile"):
         decoded(bare, coded(coder, chunk, 0), chunk)
 
 
@@ -141,5 +141,5 @@ def test_what_is_damaged_truncated_or_another_object_is_refused(profile):
     uneven = ObjectLayout(((1, 3, 200, 132),), (torch.uint8,))
     bytes_ = torch.zeros(uneven.shapes[0], dtype=torch.uint8)
     data = coded(ObjectCoder(SerdeSettings()), bytes_, layout=uneven)
-    with pytest.raises(FormatError, match="damaged, or another"):
+    with pytest.raises(FormatError, match="damaged, or belongs to another"):
         decoded(ObjectCoder(SerdeSettings()), data, bytes_, name="another", layout=uneven)

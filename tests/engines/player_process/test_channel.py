@@ -61,7 +61,7 @@ async def test_bytes_lie_in_shared_memory_that_a_file_brings(pair):
     assert found == pieces
     assert all(at % 64 == 0 for at, _ in placed)
     outside = {id(piece): (at, region.size) for at, piece in placed}
-    with pytest.raises(FormatError, match="in shared memory"):
+    with pytest.raises(FormatError, match="of shared memory"):
         await pair.cross(pieces, np.frombuffer(memory, np.uint8).data, places=outside)
     made.close()
     assert bytes(memory[:1]) == bytes(pieces[0])  # of both processes, the last keeps it
@@ -75,7 +75,7 @@ async def test_a_file_that_does_not_come_is_not_mistaken_for_the_next(pair):
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:
-            assert "no descriptor left" in str(await pair.lost.get())
+            assert "no file descriptors left" in str(await pair.lost.get())
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert pair.came.empty()

@@ -300,9 +300,9 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
             assert play(client).tokens == 70
             second = run("--socket", str(path))
             third = run("--socket", str(path), "--metrics", "127.0.0.1:0")
-            assert second.communicate()[0] == f"a player process serves {path} already\n"
+            assert second.communicate()[0] == f"a player process already serves {path}\n"
             assert second.returncode == 0
-            assert "already, without --metrics" in third.communicate()[0]
+            assert "without --metrics already" in third.communicate()[0]
             assert third.returncode == 2
         assert first.communicate(timeout=LIMIT_S)[0].count("engine left") == 1
         assert first.returncode == 0
@@ -326,7 +326,7 @@ def test_engines_join_again_once_there_are_descriptors(served, home):
         with contextlib.ExitStack() as stack:
             for _ in range(40):
                 stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
-            while "no engine can join" not in process.stdout.readline():
+            while "no engine can connect" not in process.stdout.readline():
                 assert process.poll() is None
         with engine(served, path) as client:
             assert client.begin(lambda client: client.find(TOKENS, model=SPEC)).result(LIMIT_S) is not None
@@ -339,7 +339,7 @@ def test_others_cannot_enter(home):
     folder = home / "open"
     folder.mkdir(mode=0o755)
     done = run("--socket", str(folder / "p.sock"))
-    assert "other users can enter it" in done.communicate()[0]
+    assert "no other user may enter it" in done.communicate()[0]
     assert done.returncode == 2
     done = run("--socket", str(home / ("long" * 40)))
     assert "at most 107 characters" in done.communicate()[0]

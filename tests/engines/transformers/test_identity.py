@@ -66,7 +66,7 @@ def test_an_engine_whose_weights_have_changed_since_is_refused(folder):
     engine.check_unchanged()
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.1
-    with pytest.raises(ModelError, match="have changed since this engine was made"):
+    with pytest.raises(ModelError, match="have changed since this engine was created"):
         engine.prefill(list(range(20)))
 
 

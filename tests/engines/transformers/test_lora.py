@@ -101,11 +101,14 @@ def test_the_digest_of_a_folder_is_that_of_the_adapter_in_memory(base, tmp_path,
         ({CONFIG: None}, "adapter_config.json: cannot be read"),
         ({CONFIG: b"{"}, "adapter_config.json: cannot be read"),
         ({CONFIG: b"[]"}, "not the configuration of an adapter"),
-        ({CONFIG: b'{"peft_type": "LORA", "r": 0, "lora_alpha": 8}'}, "r and lora_alpha are '0' and '8'"),
-        ({CONFIG: b'{"r": 4, "lora_alpha": 8, "rank_pattern": {"(.*)*x": 2}}'}, "is not a name of modules"),
+        (
+            {CONFIG: b'{"peft_type": "LORA", "r": 0, "lora_alpha": 8}'},
+            "r and lora_alpha must be numbers, got '0' and '8'",
+        ),
+        ({CONFIG: b'{"r": 4, "lora_alpha": 8, "rank_pattern": {"(.*)*x": 2}}'}, "must be a plain module name"),
         ({WEIGHTS: None}, "adapter_model.safetensors: cannot be read"),
         ({WEIGHTS: b"PK\3\4"}, "save the adapter with `PeftModel.save_pretrained`"),
-        ({WEIGHTS: save({"lm_head.weight": torch.ones(2)})}, "'lm_head.weight' is no tensor of a LoRA adapter"),
+        ({WEIGHTS: save({"lm_head.weight": torch.ones(2)})}, "'lm_head.weight' is not a tensor of a LoRA adapter"),
         ({WEIGHTS: save({})}, "has no tensors"),
     ],
 )
@@ -175,7 +178,7 @@ def test_an_engine_of_another_adapter_neither_plays_nor_publishes(model, folder,
         lambda: engine.prefill(TOKENS),
         lambda: prefill_prompt(engine, TOKENS),
     ):
-        with pytest.raises(ModelError, match="have changed since this engine was made"):
+        with pytest.raises(ModelError, match="have changed since this engine was created"):
             call()
     model.set_adapter("legal")
     assert publish_cache(publisher, engine, cache, TOKENS[:128]).result(300).verdict == "published"

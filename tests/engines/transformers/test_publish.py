@@ -59,7 +59,7 @@ async def test_a_lossy_cache_is_not_passed_on(origin, engine, publisher):
 
 def test_what_cannot_be_published(engine, publisher):
     cache = cold(engine.model, IDS).past_key_values
-    with pytest.raises(UsageError, match="at least a group of"):
+    with pytest.raises(UsageError, match="at least one group of"):
         publish_cache(publisher, engine, cache, IDS[:127])
     with pytest.raises(UsageError, match="fewer than the 600 given"):
         publish_cache(publisher, engine, cache, [1] * 600)
@@ -94,7 +94,7 @@ def test_caches_of_another_kind_are_refused_by_name(engine, publisher):
     empty = made()
     empty.layers[1].keys = None
     for other, why in (
-        (made(k_dim=9, v_dim=9), "another model's"),
+        (made(k_dim=9, v_dim=9), "belongs to another model"),
         (made(layers=(0, 1, 2)), "3 layers"),
         (made(torch.float64), "float64"),
         (empty, "is empty"),

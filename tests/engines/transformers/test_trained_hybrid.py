@@ -57,5 +57,5 @@ def test_snapshots_of_states_are_encoded_inspected_and_refused_between_groups(tm
     assert main(["inspect", str(out), "--check"]) == 0
     capsys.readouterr()
     assert main([*map(str, words), "100", "--force"]) == 1
-    assert "snapshots every 100 tokens do not lie between groups of 128" in capsys.readouterr().err
+    assert "snapshots every 100 tokens do not match groups of 128" in capsys.readouterr().err
     assert open_asset(out).catalog == catalog

@@ -111,8 +111,8 @@ def test_a_stage_of_a_pipeline_has_all_tables_and_some_layers():
         (spec("FullAttentionSpec", dtype=torch.uint8), "in uint8 instead of bfloat16"),
         (spec("FullAttentionSpec", kv_quant_mode=1), "in bfloat16 instead of"),
         (spec("MLAAttentionSpec", state_content_bytes=584), "packed"),
-        (spec("MLAAttentionSpec", tokens_per_state=4), "several tokens in one"),
-        (spec("FullAttentionSpec", non_causal=True), "tokens that come later"),
+        (spec("MLAAttentionSpec", tokens_per_state=4), "several tokens per state"),
+        (spec("FullAttentionSpec", non_causal=True), "attention to later tokens"),
         (spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=3), "beyond its window"),
         (spec("FullAttentionSpec", head_size=1 << 20), "k_dim is 1048576"),
     ],
@@ -142,6 +142,6 @@ def test_latents_are_not_played_where_prompts_are_computed_in_one_piece(chunked,
     if chunked or cached:
         _check_playable(said, kept)
     else:
-        with pytest.raises(UnknownCacheError, match="with kv_role kv_producer its caches are published"):
+        with pytest.raises(UnknownCacheError, match="set kv_role to kv_producer to publish its caches"):
             _check_playable(said, kept)
     _check_playable(said, caches(group([0], FULL), layers=1))

@@ -143,7 +143,7 @@ def test_an_fp8_cache_is_one_of_codes_with_the_scales_of_the_checkpoint(config):
     latents.kv_cache_groups[0].kv_cache_spec = type("MLAAttentionSpec", (SimpleNamespace,), {})(
         block_size=16, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.uint8, kv_quant_mode=1
     )
-    with pytest.raises(UsageError, match=r"plain_caches: kvabr has vLLM quantise keys and values .* leave it out"):
+    with pytest.raises(UsageError, match=r"plain_caches is only for whole models with keys and values.* leave it out"):
         served_model(made, latents, settings)
     made.cache_config.calculate_kv_scales = True
     with pytest.raises(UsageError, match="calculate_kv_scales"):

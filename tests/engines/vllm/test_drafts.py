@@ -74,7 +74,7 @@ def test_a_name_tells_of_the_weights_of_a_draft(folders):
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"method": "dflash"}, "a draft of the kind dflash"),
+        ({"method": "dflash"}, "drafts of the kind dflash"),
         ({"stages": 2}, "without pipeline stages"),
         ({"ranks": (2, 1)}, "with as many ranks as its model"),
         ({"draft": "nowhere"}, "its draft model has no name"),
@@ -97,7 +97,7 @@ def test_layers_of_a_draft_have_a_role():
         ("draft", "full", (0, 1)),
         ("draft", "latent", (2,)),
     ]
-    with pytest.raises(UnknownCacheError, match="keeps 3 caches, for 3 of 2 layers"):
+    with pytest.raises(UnknownCacheError, match="keeps 3 caches for 3 of 2 layers"):
         caches(group([0, 1, 2], FULL), layers=2)
     whole = KVSpec("m", "t", found.classes)
     model = ServedModel(whole, torch.bfloat16, found, tuple(range(one.heads) for one in found.classes))

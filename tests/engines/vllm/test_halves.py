@@ -112,22 +112,22 @@ def test_an_asset_of_another_dtype_is_played(tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"play": "no"}, "play is neither true nor false: 'no' counts as false"),
-        ({"play": 0}, "play is neither true nor false: '0' counts as false"),
+        ({"play": "no"}, "play must be true or false: 'no' counts as false"),
+        ({"play": 0}, "play must be true or false: '0' counts as false"),
         ({"deadline": 2.0}, "unknown key: 'deadline'; did you mean 'deadline_s'?"),
         (
             {"zzz": None},
             "unknown key: 'zzz'; known keys: back, deadline_s, keep_s, live, max_loss, play, publish",
         ),
-        ({"deadline_s": 0}, "deadline_s is not a number up to 300"),
-        ({"deadline_s": float("nan")}, "deadline_s is not a number up to 300"),
-        ({"deadline_s": 1e9}, "deadline_s is not a number up to 300"),
-        ({"deadline_s": True}, "deadline_s is not a number up to 300"),
-        ({"deadline_s": "1"}, "deadline_s is not a number up to 300"),
-        ({"max_loss": -1.0}, "max_loss is not a number of zero or more"),
-        ({"max_loss": float("nan")}, "max_loss is not a number of zero or more"),
-        ({"max_loss": True}, "max_loss is not a number of zero or more"),
-        ({"max_loss": "0.001"}, "max_loss is not a number of zero or more"),
+        ({"deadline_s": 0}, "deadline_s must be more than 0 and at most 300"),
+        ({"deadline_s": float("nan")}, "deadline_s must be more than 0 and at most 300"),
+        ({"deadline_s": 1e9}, "deadline_s must be more than 0 and at most 300"),
+        ({"deadline_s": True}, "deadline_s must be more than 0 and at most 300"),
+        ({"deadline_s": "1"}, "deadline_s must be more than 0 and at most 300"),
+        ({"max_loss": -1.0}, "max_loss must be a number of 0 or more"),
+        ({"max_loss": float("nan")}, "max_loss must be a number of 0 or more"),
+        ({"max_loss": True}, "max_loss must be a number of 0 or more"),
+        ({"max_loss": "0.001"}, "max_loss must be a number of 0 or more"),
     ],
 )
 def test_parameters_that_make_no_sense_are_told_once(bench, caplog, given, says):

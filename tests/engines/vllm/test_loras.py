@@ -77,7 +77,7 @@ def test_adapters_and_their_base_do_not_mix(empty, live):
         ("gone", {}, "adapter_config.json: cannot be read"),
         ("nowhere", {"lora_path": "~nobody/\0"}, "cannot be read"),
         ("in place", {"load_inplace": True}, "its weights may change under its name"),
-        ("changed", {}, "has changed since vLLM was first given it; load changed weights from another folder"),
+        ("changed", {}, "has changed since vLLM first loaded it; load changed weights from another folder"),
     ],
 )
 def test_an_adapter_without_a_digest_is_neither_played_nor_published(empty, change, more, why):

@@ -54,9 +54,9 @@ def test_a_cache_is_played_as_far_as_pictures_are_the_same(seen, media, tokens):
     ("data", "why"),
     [
         (None, "start it without --mm-processor-cache-type shm"),
-        ({"pixels": SimpleNamespace(data=object())}, "a object of them, which kvabr cannot compare"),
-        ({"pixels": SimpleNamespace(data=torch.ones(1, device="meta"))}, "what kvabr cannot read (Cannot copy"),
-        ({"names": SimpleNamespace(data=np.array(["a"]))}, "what kvabr cannot read (can't convert"),
+        ({"pixels": SimpleNamespace(data=object())}, "as object, which kvabr cannot compare"),
+        ({"pixels": SimpleNamespace(data=torch.ones(1, device="meta"))}, "that kvabr cannot read (Cannot copy"),
+        ({"names": SimpleNamespace(data=np.array(["a"]))}, "that kvabr cannot read (can't convert"),
     ],
 )
 def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_published(seen, tmp_path, data, why):

@@ -71,7 +71,7 @@ def test_states_are_classes_as_transformers_has_them():
 @pytest.mark.parametrize(
     ("kept", "what"),
     [
-        (layer("MAMBA1"), "as states of MAMBA1; kvabr exchanges those of GDN_ATTN, MAMBA2, SHORT_CONV"),
+        (layer("MAMBA1"), "as states of MAMBA1; kvabr supports GDN_ATTN, MAMBA2, SHORT_CONV"),
         (layer(shapes=((3, 12),)), "as states of GDN_ATTN"),
         (layer(mode="none"), 'in the mode "none", .* start it with --enable-prefix-caching'),
         (layer(num_speculative_blocks=1), "without speculative decoding"),
@@ -84,7 +84,7 @@ def test_states_that_are_left_to_vllm(kept, what):
 
 
 def test_states_of_16_bits_beside_a_quantised_cache_are_left_to_vllm():
-    with pytest.raises(UnknownCacheError, match=r"in float16 beside a quantised cache, .* --kv-cache-dtype auto"):
+    with pytest.raises(UnknownCacheError, match=r"in float16 next to a quantised cache, .* --kv-cache-dtype auto"):
         caches(layer(), quantisation=Quantisation("float8_e4m3fn"))
 
 

@@ -33,7 +33,7 @@ def test_rd_prints_tables_and_writes_every_file(capsys, tmp_path, model_folder, 
     )  # fmt: skip
     assert status == 0, err
     assert "AC-L1" in out
-    assert "bits an element" in out
+    assert "bits per element" in out
     assert "setup-peers" in err
     result = json.loads(files["json"].read_text())
     assert result["schema"] == "kvabr.bench.rd/1"

@@ -52,7 +52,7 @@ def test_contexts_that_a_calibration_has_seen_are_named():
     assert shares["a-0"] == 1.0
     assert 0 < shares["a-1"] < 1
     assert shares["a-2"] == 0.0
-    assert seen_sentence(shares).startswith("seen by the calibration, so not to be counted: a-0 100%, a-1 ")
+    assert seen_sentence(shares).startswith("used by the calibration, so their results do not count: a-0 100%, a-1 ")
     assert "a-2" not in seen_sentence(shares)
     assert seen_sentence(seen_shares(contexts, profiles[1:])).startswith("no context is in the texts")
     unknown = seen_shares(contexts, [*profiles, SimpleNamespace(seen=None)])

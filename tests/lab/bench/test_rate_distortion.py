@@ -76,7 +76,7 @@ def test_the_result_is_plain_json_and_says_all(outcome):
         names, lines = table
         assert all(len(line) == len(names) for line in lines)
     assert summary.group_table(result) is None
-    assert "bits an element" in summary.sentence(result)
+    assert "bits per element" in summary.sentence(result)
 
 
 def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, profile, contexts, store):

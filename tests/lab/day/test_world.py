@@ -204,7 +204,7 @@ def test_a_rule_that_knows_what_can_be_known_plays_futures():
     assert fmean(one.ttft_s for one in told) < results["kvabr"].mean_s
     told = play_informed(requests, world, day, 1, futures=2, knows=("requests",))
     assert fmean(one.ttft_s for one in told) < most
-    with pytest.raises(UsageError, match="no knowledge of luck; there is that of requests, link, times"):
+    with pytest.raises(UsageError, match="unknown kind of knowledge luck; choose from requests, link, times"):
         play_informed(requests, world, day, 1, knows=("luck",))
     mine = results["kvabr"]
     assert mine.elsewhere_s <= 10 * mine.mean_s

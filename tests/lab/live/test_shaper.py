@@ -148,7 +148,7 @@ def made_when_free(conditions):
         try:
             return TunShaper(conditions)
         except TransportError as error:
-            if "is taken" not in str(error):
+            if "is in use" not in str(error):
                 pytest.skip("a link for TCP needs the right to administer the network: sudo tools/test tests/lab/live")
             if time.monotonic() > end_s:
                 raise
@@ -210,6 +210,6 @@ def test_udp_crosses_it(link):
 
 
 def test_there_is_one_at_a_time(link):
-    with pytest.raises(TransportError, match=r"198\.19\.0\.1 is taken: another link runs; .* needs /dev/net/tun"):
+    with pytest.raises(TransportError, match=r"198\.19\.0\.1 is in use by another link; .* needs /dev/net/tun"):
         TunShaper()
     assert link.stats()

@@ -23,7 +23,7 @@ def test_it_decides_with_a_reason(capsys, tmp_path):
     status, out, _ = run(capsys, "--tokens", 32_000, "--link", 400, "--json", tmp_path / "a.json")
     assert status == 0
     assert "remote: remote prefill takes" in out
-    assert "remote prefill is sooner from" in out
+    assert "remote prefill is faster from" in out
     answer = json.loads((tmp_path / "a.json").read_text())
     assert answer["place"] == "remote"
     assert answer["remote_lengths"][0][1] is None

@@ -169,7 +169,7 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
             self.dropped += 1
 
     for item, words in (
-        (RangeEnd((3, 5), unknown=True), "does not have all"),
+        (RangeEnd((3, 5), unknown=True), "does not have the whole group"),
         (ObjectHeader(4, 0, 0, 128, 10), "objects of group 4"),
         (ObjectHeader(3, 0, 0, 128, 101), "longer than the 100 bytes"),
     ):

@@ -151,7 +151,7 @@ async def logged():
 
 async def test_tasks_that_fail_while_they_are_cancelled_leave_no_error(logged):
     async def fail():
-        raise NotFoundError("there is no such object")
+        raise NotFoundError("no such object")
 
     tasks = [asyncio.create_task(fail()) for _ in range(2)]
     await asyncio.sleep(0)

@@ -124,7 +124,7 @@ class Crowd:
         for name, limit in most.items():
             value = getattr(self, name if name == "access" else f"{name}_s")
             if not 0 < value <= limit:
-                raise UsageError(f"{name} of {value:g}: must be a positive number, at most {limit:g}")
+                raise UsageError(f"{name} must be more than 0 and at most {limit:g}, got {value:g}")
 
     @property
     def rate(self) -> float:
@@ -144,7 +144,9 @@ class Tree:
 
     def __post_init__(self) -> None:
         if self.edges < 1 or self.middles < 0 or (self.middle is None) != (self.middles == 0):
-            raise UsageError("a tree of caches has at least one edge, and as many middle caches as are named")
+            raise UsageError(
+                "a tree of caches needs at least one edge, and both or neither of a kind and a number of middle caches"
+            )
 
     @property
     def fill_rate(self) -> float:

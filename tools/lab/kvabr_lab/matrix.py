@@ -98,7 +98,7 @@ class EngineSpec:
         if self.kind in ENGINES:
             return ENGINES[self.kind]
         if catalog.prefill is None:
-            raise UsageError("engine 'asset': this asset does not say what its prefill cost; give 2x or 1500/s")
+            raise UsageError("engine 'asset': this asset does not have the cost of its prefill; give 2x or 1500/s")
         return catalog.prefill
 
 
@@ -187,7 +187,7 @@ class LabMatrix:
         }  # fmt: skip
         for name, values in axes.items():
             if not values:
-                raise UsageError(f"the matrix has no {name}")
+                raise UsageError(f"the matrix must have {name}")
             if len(set(values)) != len(values):
                 twice = next(value for value in values if list(values).count(value) > 1)
                 raise UsageError(f"the matrix names {twice!r} twice in its {name}")
@@ -196,7 +196,7 @@ class LabMatrix:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if self.plays > _MAX_PLAYS:
             raise UsageError(
-                f"the matrix has {self.plays:,} plays; at most {_MAX_PLAYS:,} are allowed: take fewer starts"
+                f"the matrix has {self.plays:,} plays, more than the {_MAX_PLAYS:,} allowed; give fewer starts"
             )
         for cell in self.cells():
             self.options(cell)  # raises for values out of range, before hours of work
@@ -265,7 +265,7 @@ def _try(policy: str, offers: tuple[Offer, ...]) -> None:
     for offer in offers:
         if track != policy and track not in offer.catalog.by_name:
             names = ", ".join(offer.catalog.by_name)
-            raise PolicyError(f"{policy}: asset {offer.name} has no such track; its tracks are {names}")
+            raise PolicyError(f"{policy}: asset {offer.name} has no such track; choose from {names}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not TOML ({error})") from error
     known = (*_LISTS, *_NUMBERS, *_OTHERS)
     if unknown := sorted(set(table) - set(known)):
-        raise UsageError(f"{path}: unknown key {unknown[0]!r}; a matrix has {', '.join(known)}")
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}; choose from {', '.join(known)}")
     for name in _LISTS:
         if not isinstance(table.get(name, []), list):
             raise UsageError(f"{path}: {name} must be a list, such as {name} = [...]")
@@ -316,7 +316,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
     default = "asset" if any(offer.catalog.sources for offer in offers) else "none"
     estimator = axes.get("estimator")
     if estimator is not None and not isinstance(estimator, str):
-        raise UsageError(f"estimator {estimator!r}: give a name")
+        raise UsageError(f"estimator {estimator!r} must be a name")
     return LabMatrix(
         offers=offers,
         traces=_traces(axes),
@@ -347,7 +347,9 @@ def _traces(axes: Mapping[str, Any]) -> tuple[Trace, ...]:
             found += [_renamed(trace, family) for trace in read(path)]
     out = {_text(item, "exclude") for item in axes.get("exclude") or []}
     if missing := sorted(out - {trace.family for trace in found}):
-        raise UsageError(f"exclude: no family {missing[0]!r} among {', '.join(sorted({t.family for t in found}))}")
+        raise UsageError(
+            f"exclude: unknown family {missing[0]!r}; choose from {', '.join(sorted({t.family for t in found}))}"
+        )
     return tuple(trace for trace in found if trace.family not in out)
 
 
@@ -383,7 +385,7 @@ def _offer(item: Any) -> Offer:
     else:
         named, catalogs = [text], [open_catalog(path)[0]]
     if not catalogs:
-        raise AssetError(f"{path}: no asset is here; `kvabr encode` makes one")
+        raise AssetError(f"{path}: contains no asset; make one with: kvabr encode")
     catalog = catalogs[0]
     if len(catalogs) > 1:
 

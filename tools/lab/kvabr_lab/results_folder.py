@@ -60,7 +60,7 @@ class PlayStore:
             self._db = sqlite3.connect(self._path, timeout=_PATIENCE_S)
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in {0, SCHEMA}:
-                raise AssetError(f"{self._path}: written by another version of kvabr; use a new folder")
+                raise AssetError(f"{self._path}: written by another version of kvabr; give a new folder")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(
                 "CREATE TABLE IF NOT EXISTS plays (key TEXT, start INTEGER, line TEXT, PRIMARY KEY (key, start)) "
@@ -111,7 +111,7 @@ class PlayStore:
             raise self._fault(error) from error
 
     def _fault(self, error: sqlite3.Error) -> AssetError:
-        return AssetError(f"{self._path}: {error}; delete it to play everything again, or use another folder")
+        return AssetError(f"{self._path}: {error}; delete it to play everything again, or give another folder")
 
 
 def _sound(text: Any) -> Line | None:
@@ -163,7 +163,7 @@ def load_matrix(folder: Path) -> LabMatrix:
     lists = {name: value.get(name) or [] for name in ("traces", "exclude", "policies", "deadlines", "loads", "rtts")}
     families = value.get("families") or {}
     if not all(isinstance(items, list) for items in (*lists.values(), *families.values())):
-        raise AssetError(f"{folder / AXES}: not what `kvabr lab` writes; run it again")
+        raise AssetError(f"{folder / AXES}: not a result of `kvabr lab`; run it again")
     return build(value | {"policies": [_from_here(str(policy)) for policy in lists["policies"]]})
 
 
@@ -174,13 +174,15 @@ def save_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise MissingAssetError(f"{path.parent}: no results in it; `kvabr lab TRACES --out {path.parent}` makes them")
+        raise MissingAssetError(
+            f"{path.parent}: contains no results; make them with: kvabr lab TRACES --out {path.parent}"
+        )
     try:
         value = json.loads(read_text(path, _MAX_BYTES))
     except (ValueError, RecursionError) as error:
         raise AssetError(f"{path}: not JSON ({error}); run `kvabr lab` again") from error
     if not isinstance(value, dict) or not isinstance(value.get("families") or {}, dict):
-        raise AssetError(f"{path}: not what `kvabr lab` writes; run it again")
+        raise AssetError(f"{path}: not a result of `kvabr lab`; run it again")
     return value
 
 

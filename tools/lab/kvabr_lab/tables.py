@@ -53,7 +53,7 @@ def ranking_table(result: dict[str, Any]) -> Table:
     _policy_column(table)
     for name in ("regret", "95 %", "net only"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cannot be told from", overflow="fold")
+    table.add_column("indistinguishable from", overflow="fold")
     for row in comparison["ranking"]:
         line = result["summary"][row["policy"]]
         table.add_row(
@@ -133,7 +133,7 @@ def apart_table(result: dict[str, Any]) -> Table | None:
     lines = {policy: line["apart"] for policy, line in result["summary"].items()}
     if not any(line["plays"] for line in lines.values()):
         return None
-    table = _table("infeasible plays: what was done")
+    table = _table("infeasible plays: what the policies did")
     table.spare = ("tokens recomputed", "gave up")
     _policy_column(table)
     for name in ("plays", "gave up", "TTFT / deadline", "loss", "tokens recomputed"):
@@ -151,14 +151,15 @@ def verdict(result: dict[str, Any]) -> str:
     """Return a sentence on the leading policy, its lead, and policies without a significant difference; no oracles."""
     everyone = result["comparison"]["ranking"]
     if not everyone:
-        return "No play was feasible for every policy: nothing can be compared."
+        return "No play was feasible for every policy: policies cannot be compared."
     rows = [row for row in everyone if not row["policy"].endswith("oracle")] or everyone
     best = rows[0]
     plays, traces = result["comparison"]["plays"], result["comparison"]["traces"]
     if len(rows) > 1 and traces < MIN_TRACES:
         return (
             f"{best['policy']} has the least mean regret, {short(best['regret_mean'])}, but {counted(plays, 'play')} "
-            f"over {counted(traces, 'trace')} are too few to tell policies apart. It takes {MIN_TRACES} traces; more "
+            f"over {counted(traces, 'trace')} are too few for a significant difference. At least {MIN_TRACES} traces "
+            "are needed; more "
             "--starts on the same traces do not replace them."
         )
     said = f"{best['policy']} leads with mean regret {short(best['regret_mean'])} ({interval(best['regret_ci95'])})"
@@ -166,7 +167,7 @@ def verdict(result: dict[str, Any]) -> str:
     if rows is not everyone and everyone[0] not in rows:
         said += f" ({everyone[0]['policy']}, which knows the future, has {short(everyone[0]['regret_mean'])})"
     if alike:
-        said += f"; {', '.join(alike)} cannot be told from it by {counted(plays, 'play')} over {traces} traces"
+        said += f"; not significantly different by {counted(plays, 'play')} over {traces} traces: {', '.join(alike)}"
     other = next((row for row in rows[1:] if row["policy"] not in best["like"]), None)
     if other is None:
         return f"{said}."

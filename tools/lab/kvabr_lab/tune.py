@@ -116,14 +116,14 @@ class Tuned:
         if self.chosen == self.default:
             return f"Tuning won nothing: no candidate is better than the defaults of {self.policy} over all families."
         if abs(self.gain.mean) <= _ROUNDING and self.gain.high - self.gain.low <= _ROUNDING:
-            return "Tuning won nothing: on families that it did not see, what it chose does as well as the defaults."
+            return "Tuning won nothing: on held-out families, the chosen parameters do as well as the defaults."
         span = f"{self.gain.low:.2g} to {self.gain.high:.2g}"
         if self.won:
-            return f"Tuning won {self.gain.mean:.2g} of regret on families that it did not see ({span}): {self.chosen}"
+            return f"Tuning won {self.gain.mean:.2g} of regret on held-out families ({span}): {self.chosen}"
         word = "lost" if self.gain.mean < 0 else "gained"
         return (
-            f"Tuning won nothing that holds: on families that it did not see it {word} {abs(self.gain.mean):.2g} "
-            f"({span}, which has zero in it). Keep the defaults."
+            f"Tuning won nothing significant: on held-out families it {word} {abs(self.gain.mean):.2g} of regret "
+            f"({span}, which includes zero). Keep the defaults."
         )
 
 
@@ -194,7 +194,7 @@ def tune(
     out = scores.narrow(policy)
     families = scores.families
     if len(families) < 2:
-        raise UsageError(f"no play over {', '.join(out)} is feasible: give less load, or more families")
+        raise UsageError(f"no play over {', '.join(out)} is feasible: give a lower load, or more families")
     common = list(scores.table)
     chosen: dict[str | None, str] = {}
     for held_out in (*families, None):

@@ -50,7 +50,8 @@ def measure_model(
     size = min(_PASSAGE, (engine.context - _AROUND) // _PASSAGES)
     if size < _MIN_PASSAGE:
         raise UsageError(
-            f"{engine.spec.model} sees {engine.context} tokens, too few for {_PASSAGES} passages of {_MIN_PASSAGE}"
+            f"{engine.spec.model} has a context of {engine.context} tokens, too short for {_PASSAGES} passages of "
+            f"{_MIN_PASSAGE} tokens"
         )
     lab = FusionLab(engine, contexts_for(loaded, calibration_texts(), CONTEXTS), [], [])
     made = [
@@ -69,7 +70,7 @@ def measure_model(
     method = (
         f"KL against the full prefill per token, divided by the passages of the prompt, mean over {len(made)} prompts "
         f"of {min(passages)} or {max(passages)} passages of {size} tokens: texts that go on, and questions about "
-        f"invented manual pages; {DEFAULT_SELECTOR} chooses what is computed again"
+        f"invented manual pages; {DEFAULT_SELECTOR} chooses the tokens to recompute"
     )
     told = tuple((share, six(loss.mean)) for share, loss in zip(SHARES, losses, strict=True))
     return FusionLosses(engine.spec, CONTEXTS if base == "mean" else 0, told, method, base), losses

@@ -59,7 +59,7 @@ def _panel(
     exact = [_value(row, key) for row in full] if key == "missed" else []
     up = LogScale([*(_value(row, key) for row in shown), *exact], _HEIGHT - _BOTTOM, _TOP)
     base = _HEIGHT - _BOTTOM
-    what = "KL to the full prefill, nats a token" if key == "kl" else "share of codes not found"
+    what = "KL to the full prefill, nats per token" if key == "kl" else "share of codes not found"
     out = [f'<g transform="translate({place * _WIDTH} 0)">', label(_LEFT, 20, _TITLES[kind], "title")]
     for tick in (0.01, 0.03, 0.1, 0.3):
         if across.low <= tick <= across.high:

@@ -130,7 +130,9 @@ def _codes(model: TextModel, dice: random.Random, size: int, texts: Mapping[str,
         planted = model.encode(_PLANTED.format(place=place, code=code))
         room = size - len(planted)
         if room < 1:
-            raise UsageError(f"a code of {len(planted)} tokens does not fit a passage of {size}: ask for longer ones")
+            raise UsageError(
+                f"a code of {len(planted)} tokens does not fit a passage of {size} tokens: give longer passages"
+            )
         ids, at = _piece(dice, texts, room), dice.randrange(room // 8, room - room // 8)
         passages.append([*ids[:at], *planted, *ids[at:]])
     asked = dice.randrange(_PASSAGES)
@@ -142,7 +144,7 @@ def _codes(model: TextModel, dice: random.Random, size: int, texts: Mapping[str,
 def _piece(dice: random.Random, texts: Mapping[str, list[int]], tokens: int) -> list[int]:
     long = sorted(name for name, ids in texts.items() if len(ids) >= tokens)
     if not long:
-        raise UsageError(f"no text has {tokens} tokens: give longer ones, or ask for shorter passages")
+        raise UsageError(f"no text has {tokens} tokens: give longer texts, or shorter passages")
     ids = texts[dice.choice(long)]
     first = dice.randrange(len(ids) - tokens + 1)
     return ids[first : first + tokens]

@@ -37,7 +37,7 @@ def conditioned(index: Index, below: Index | None) -> tuple[NDArray[np.int64], N
         values -= 3 * below.astype(np.int64)
         farthest = int(np.abs(below.astype(np.int64)).max())
     if int(np.abs(values).max()) > 32767 or farthest > 32767 // 3:
-        raise FormatError("an index is beyond 16 bits, or cannot be reached from the one below; keep such tokens exact")
+        raise FormatError("an index exceeds 16 bits, or cannot refine the index below; keep such tokens exact")
     if below is None:
         return values, np.zeros(index.shape, dtype=np.int64)
     return values * signs_of(below), contexts_of(below)

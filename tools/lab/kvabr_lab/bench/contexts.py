@@ -78,7 +78,7 @@ def chosen(
     if missing or not wanted:
         there = ", ".join(texts) or "none"
         named = ", ".join(missing) or "any domain"
-        raise UsageError(f"{where}no text for {named}; there is {there}{where_else}")
+        raise UsageError(f"{where}no text for {named}; available: {there}{where_else}")
     return {name: texts[name] for name in wanted}
 
 
@@ -90,7 +90,7 @@ def check_unseen(texts: Mapping[str, str]) -> None:
         if shared:
             raise UsageError(
                 f"the text for {name} shares {len(shared)} paragraphs with the texts that profiles are calibrated on, "
-                f"such as {min(shared)[:60]!r}: measure on another one"
+                f"such as {min(shared)[:60]!r}: measure on another text"
             )
 
 
@@ -109,12 +109,12 @@ def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dic
 def seen_sentence(shares: Mapping[str, float | None]) -> str:
     """Return a sentence on whether the contexts were unseen in calibration."""
     if None in shares.values():
-        return "whether these contexts are unseen is not known: a profile does not record its texts"
+        return "it is not known whether calibration used these contexts: a profile does not record its texts"
     found = {name: share for name, share in shares.items() if share}
     if not found:
         return "no context is in the texts that the profiles were calibrated on"
     listed = ", ".join(f"{name} {share:.0%}" for name, share in found.items())
-    return f"seen by the calibration, so not to be counted: {listed}"
+    return f"used by the calibration, so their results do not count: {listed}"
 
 
 def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
@@ -129,15 +129,15 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
     if length > loaded.engine.context:
         raise UsageError(
             f"{tokens} tokens and {continuation} after them exceed the context of {loaded.engine.spec.model} "
-            f"({loaded.engine.context}): ask for fewer"
+            f"({loaded.engine.context}): give fewer"
         )
     out = []
     for domain, text in texts.items():
         ids = loaded.encode(text)
         if len(ids) < each * length:
             raise UsageError(
-                f"the text for {domain} has {len(ids)} tokens, too few for {each} contexts of {length}: "
-                "ask for fewer or shorter ones, or give a longer text"
+                f"the text for {domain} has {len(ids)} tokens, too few for {each} contexts of {length}: give fewer or "
+                "shorter contexts, or a longer text"
             )
         for index in range(each):
             # Take the middle of equal parts: texts begin and end with titles and tables.
@@ -199,7 +199,7 @@ def plant(loaded: LoadedModel, contexts: Sequence[Context], depths: int = DEPTHS
             question, answer = _ask(loaded, code)
             room = len(context.tokens) - len(planted)
             if room < depths:
-                raise UsageError(f"a code of {len(planted)} tokens does not fit a text of {len(context.tokens)}")
+                raise UsageError(f"a code of {len(planted)} tokens does not fit a text of {len(context.tokens)} tokens")
             at = room * (2 * depth + 1) // (2 * depths)
             tokens = (*context.tokens[:at], *planted, *context.tokens[at:room])
             yield Needle(context, depth, at, tokens, question, answer)

@@ -85,7 +85,7 @@ def learn_bases(spec: KVSpec, caches: Iterable[torch.Tensor]) -> KvtcBasis:
             sums = [torch.zeros(part.shape[1]) for part in last]
             squares = [torch.zeros(part.shape[1], part.shape[1]) for part in last]
     if last is None or not seen:
-        raise ValueError("KVTC's transforms take at least two caches")
+        raise ValueError("KVTC's transforms need at least two caches")
     means, bases, sample = [], [], []
     for half, vectors in enumerate(last):
         mean = sums[half] / seen

@@ -28,7 +28,7 @@ from kvabr.types.kv import KVSpec
 from kvabr_lab.bench.measure import CacheStore
 from kvabr_lab.bench.schemes import Coded, Scheme, groups
 
-_INSTALL = "tools/setup-peers makes it"
+_INSTALL = "create it with tools/setup-peers"
 
 
 class PeerError(AssetError):
@@ -89,7 +89,7 @@ class PeerProcess:
         return answer
 
     def _ended(self) -> str:
-        return f"the peer {self.name} has ended; run it by hand to see why: {' '.join(self._command)}"
+        return f"the peer {self.name} has exited; run it by hand to see why: {' '.join(self._command)}"
 
 
 def find_peers(folder: Path, names: Sequence[str] = ("lmcache", "zstd")) -> tuple[dict[str, PeerProcess], list[str]]:

@@ -119,10 +119,10 @@ _CURVES = ("AC", "CacheGen", "KIVI")
 """First part of the names of families that form a curve; other families are separate points."""
 
 PANELS = (
-    Axis("Loss of the continuation", "kl", "mean KL to the exact cache, nats a token", 1e-5, "kl_ci95"),
+    Axis("Loss of the continuation", "kl", "mean KL to the exact cache, nats per token", 1e-5, "kl_ci95"),
     Axis("Most likely token changed", "top1", "share of tokens", 1e-3, sign=-1.0, offset=1.0),
-    Axis("Planted codes: surprise", "logprob", "nats a digit", 1e-3, "logprob_ci95", sign=-1.0),
-    Axis("Planted codes: not said whole", "whole", "share of cases", 1e-2, sign=-1.0, offset=1.0),
+    Axis("Planted codes: surprise", "logprob", "nats per digit", 1e-3, "logprob_ci95", sign=-1.0),
+    Axis("Planted codes: not reproduced in full", "whole", "share of cases", 1e-2, sign=-1.0, offset=1.0),
 )
 
 
@@ -164,7 +164,7 @@ def _panel(axis: Axis, rows: Sequence[Row], families: list[str], exact: Row | No
     for tick in up.powers(10):
         y = up(tick)
         out += [stroke(_LEFT, y, WIDTH - _RIGHT, y, "grid"), label(_LEFT - 6, y + 4, f"{tick:g}", "tick", "end")]
-    out.append(label(WIDTH / 2, HEIGHT - 12, "bits an element", "axis", "middle"))
+    out.append(label(WIDTH / 2, HEIGHT - 12, "bits per element", "axis", "middle"))
     out.append(f'<g transform="translate(14 {middle}) rotate(-90)">{label(0, 0, axis.label, "axis", "middle")}</g>')
     reached = None if exact is None or axis.key not in exact else axis.value(exact)
     if reached is not None and up.low <= reached <= up.high:

@@ -83,7 +83,7 @@ def _curves(result: Mapping[str, Any]) -> dict[str, Curve]:
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"the results of a day are damaged: {error!r}") from error
     if len({len(curve) for curve in curves.values()}) != 1:
-        raise FormatError("the results have no days, or days with different rules; run `kvabr route --day` again")
+        raise FormatError("the results have no days, or their days have different rules; run `kvabr route --day` again")
     return curves
 
 

@@ -196,7 +196,7 @@ def tracks_to_measure(names: Sequence[str] | None, known: Sequence[str]) -> list
     """
     wanted = list(known if names is None else names)
     if len(set(wanted)) != len(wanted):
-        raise UsageError("name each track only once")
+        raise UsageError("give each track only once")
     for name in wanted:
         codec(name)
     return wanted

@@ -183,7 +183,7 @@ def text_sentence(result: Row) -> str:
         return ""
     return (
         f"With exact caches these texts cost the model {text['nll']:.3f} nats per token, where it expects "
-        f"{text['entropy']:.3f}; the more these differ, the less ΔNLL says of a codec"
+        f"{text['entropy']:.3f}; the more these differ, the less ΔNLL shows about a codec"
     )
 
 
@@ -261,9 +261,9 @@ def sentence(result: Row) -> str:
         finer = f". With the last group on a finer track: {_rate(ends)}"
     if against["bits"] is None:
         listed = ", ".join(parts) or "none"
-        return f"CacheGen's quality is not reached by every measure; bits an element: {listed}{finer}"
+        return f"No track is as good as CacheGen by every measure; bits per element: {listed}{finer}"
     theirs = f", where CacheGen takes {against['theirs']:.2f}" if against["theirs"] else ""
-    said = f"{_rate(against)} bits an element{theirs}"
+    said = f"{_rate(against)} bits per element{theirs}"
     return f"As good as CacheGen by every measure at {said}: {', '.join(parts)}{finer}"
 
 

@@ -25,10 +25,10 @@ def run(args: CalibrateCommand) -> int:
     unfit = [name for name in _OF_PROFILES if getattr(args, name) not in (None, ())]
     if unfit := unfit + ["step_scale"] * (args.step_scale != 1) + ["gain"] * args.gain:
         raise UsageError(
-            f"--{unfit[0].replace('_', '-')} is for profiles, and --blend makes none: leave one of them out"
+            f"--{unfit[0].replace('_', '-')} is not for --blend, which makes no profile: leave out one of them"
         )
     if args.load == "layers":
-        raise UsageError("--load layers is for profiles: --blend needs the whole model in memory")
+        raise UsageError("--load layers is not for --blend, which needs the whole model in memory")
     console, start = Console(stderr=True), time.perf_counter()
     loaded = load(args.model, console, device=args.device, dtype=args.dtype, by_layer=False)
     with StageBar(STAGES, console) as bar:
@@ -38,7 +38,7 @@ def run(args: CalibrateCommand) -> int:
         (f"{share:.0%}", f"{each.mean:.4f} [{each.low:.4f}, {each.high:.4f}]")
         for (share, _), each in zip(found.losses, intervals, strict=True)
     ]
-    title = f"{found.spec.model}: what each passage of a prompt costs, nats per generated token"
-    output().print(table(title, (f"computed again ({DEFAULT_SELECTOR})", "loss, with its 95 % interval"), lines))
+    title = f"{found.spec.model}: loss of each passage of a prompt, nats per generated token"
+    output().print(table(title, (f"recomputed ({DEFAULT_SELECTOR})", "loss, with its 95 % interval"), lines))
     plain(f"fusion losses: {args.out} ({time.perf_counter() - start:.0f} s)")
     return 0

@@ -25,30 +25,32 @@ examples:
   kvabr crowd --players 20000 --within 5 --access 200 --edge nginx --edges 1 2 4
   kvabr crowd --asset my.asset --deadline 0.5 --edges 40 --middle nginx --middles 6 --json crowd.json
 
-The players come evenly, and each plays the asset with the real policy over its share of what its cache (the edge)
-carries. Edges get what they have not from middle caches or from the store, each byte once. Edges: `nginx` and
-`nginx-tls` are machines of 16 cores with a card of 100 Gbit/s that serve objects of a bucket over HTTP, `relay` is one
-process of `kvabr relay`, which also takes 1.3 ms for each group on each level. What they carry per core was measured on
-loopback; the network between them is not modelled, and neither are failures.
+The players arrive evenly, and each plays the asset with the real policy over its share of what its cache (the edge)
+carries. Edges get missing bytes from middle caches or from the store, each byte once. Edges: `nginx` and `nginx-tls`
+are machines of 16 cores with a card of 100 Gbit/s that serve objects of a bucket over HTTP, `relay` is one process of
+`kvabr relay`, which also takes 1.3 ms for each group on each level. Their throughput per core was measured on loopback;
+the network between them is not modelled, and neither are failures.
 
-The asset stands for a larger model's by --kv-bytes: its tracks are that much larger, and so is their decode time, which
---decoders threads share. Drawn players are played by the real policy over exactly the rates that the flow had for them:
-where they differ from the flow, believe them. The second table says what players would take of every resource if only
-their own link were the limit, and all edges were cold at once: what is above 100 % breaks, the first line first.
+With --kv-bytes the asset stands for that of a larger model: its tracks and decode times grow in proportion, and the
+--decoders threads share the decoding. The real policy plays for the drawn players over the rates of the flow; where
+both differ, trust the drawn players. The second table has the share of each resource that players would use if only
+their own link were the limit and all edges were cold at once: resources above 100 % break, the first line first.
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = (
-        "Simulate very many players of one asset behind a tree of caches: quality, deadlines, what breaks first, "
-        "and how many machines it takes."
+        "Simulate very many players of one asset below a tree of caches: quality, deadlines, first bottleneck, and "
+        "number of machines needed."
     )
     parser.epilog = _EPILOG
     crowd = parser.add_argument_group("the players")
-    crowd.add_argument("-n", "--players", type=int, default=1_000_000, metavar="N", help="(default: 1000000)")
     crowd.add_argument(
-        "--within", type=float, default=60.0, metavar="S", help="seconds in which they all come (default: 60)"
+        "-n", "--players", type=int, default=1_000_000, metavar="N", help="number of players (default: 1000000)"
+    )
+    crowd.add_argument(
+        "--within", type=float, default=60.0, metavar="S", help="seconds within which all players arrive (default: 60)"
     )
     crowd.add_argument(
         "-d", "--deadline", type=float, default=2.0, metavar="S", help="TTFT deadline, seconds (default: 2)"
@@ -61,34 +63,38 @@ def add(parser: argparse.ArgumentParser) -> None:
         "-p", "--policy", default=DEFAULT, metavar="NAME", help=f"the players' policy (default: {DEFAULT})"
     )
     crowd.add_argument(
-        "--decoders", type=int, default=8, metavar="N", help="threads of a player that decode (default: 8)"
+        "--decoders", type=int, default=8, metavar="N", help="decoder threads of each player (default: 8)"
     )
     asset = parser.add_argument_group("the asset")
     asset.add_argument("--asset", help="an asset, or its catalog (default: the catalog that comes with kvabr)")
     asset.add_argument(
         "--kv-bytes", type=float, metavar="B",
-        help="bytes that a token's FP16 cache has in your model (default: 131072, Llama-3.1-8B; with --asset, its own)",
+        help="FP16 cache bytes per token of your model (default: 131072, Llama-3.1-8B; with --asset, the asset's)",
     )  # fmt: skip
     tree = parser.add_argument_group("the caches")
     tree.add_argument("--edge", default="nginx", metavar="KIND", help="nginx, nginx-tls or relay (default: nginx)")
     tree.add_argument(
-        "--edges", type=int, nargs="+", metavar="N", help="numbers of edges (default: around what the base needs)"
+        "--edges",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of edges to simulate (default: around the number that the base needs)",
     )
     tree.add_argument("--middle", metavar="KIND", help="caches between the edges and the store (default: none)")
-    tree.add_argument("--middles", type=int, default=0, metavar="N", help="how many of these")
+    tree.add_argument("--middles", type=int, default=0, metavar="N", help="number of middle caches")
     tree.add_argument(
-        "--store-gbit", type=float, default=100.0, metavar="G", help="what the store carries, Gbit/s (default: 100)"
+        "--store-gbit", type=float, default=100.0, metavar="G", help="rate of the store, Gbit/s (default: 100)"
     )
     tree.add_argument(
         "--store-gets", type=float, default=5500.0, metavar="N",
-        help="GETs a second that the store answers (default: 5500, what S3 promises for a prefix)",
+        help="GETs per second that the store answers (default: 5500, the rate that S3 promises for a prefix)",
     )  # fmt: skip
     parser.add_argument(
         "--sample", type=int, default=40, metavar="N",
-        help="players that are drawn, and play over the very rates of the flow (default: 40; 0: none)",
+        help="random players to play with the real policy over the rates of the flow (default: 40; 0: none)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the drawing (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="F", help="the numbers")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the random players (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the numbers as JSON")
     parser.set_defaults(run=run)
 
 
@@ -102,9 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.json)
     if not 0 <= args.sample <= _MAX_SAMPLE:
-        raise UsageError(f"--sample {args.sample}: give 0 to {_MAX_SAMPLE:,} players")
+        raise UsageError(f"--sample {args.sample}: must be 0 to {_MAX_SAMPLE:,}")
     if not 1 <= args.decoders <= 4096:
-        raise UsageError(f"--decoders {args.decoders}: give 1 to 4096")
+        raise UsageError(f"--decoders {args.decoders}: must be 1 to 4096")
     _check_tree(args)
     catalog, scale = _asset(args)
     crowd = Crowd(args.players, args.within, args.access * 125_000, args.deadline, args.rtt / 1000)
@@ -134,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     lines = [
         [load.resource, f"{load.share:.0%}", "-" if load.machines is None else f"{load.machines:,}"] for load in wanted
     ]
-    out.print(as_table(f"wanted of {numbers[-1]} edges", ["resource", "of what there is", "machines that do"], lines))
+    out.print(as_table(f"load with {numbers[-1]} edges", ["resource", "share of capacity", "machines needed"], lines))
     enough = "no number of edges" if base is None else f"{base:,} edges"
     say(out, f"99.9 % of the players have a complete cache in time with {enough}")
     say(out, f"without caches: {without_caches(table):,.0f} GETs per second at the store")
@@ -168,7 +174,7 @@ def _asset(args: argparse.Namespace) -> tuple[Catalog, float]:
     usual = 131_072.0 if args.asset is None else own
     wanted = usual if args.kv_bytes is None else args.kv_bytes
     if not 1 <= wanted <= 1e9:
-        raise UsageError(f"--kv-bytes {wanted:g}: give 1 to 1e9 bytes")
+        raise UsageError(f"--kv-bytes {wanted:g}: must be 1 to 1000000000")
     return catalog, wanted / own
 
 
@@ -178,13 +184,15 @@ def _check_tree(args: argparse.Namespace) -> None:
 
     for kind in (args.edge, args.middle):
         if kind is not None and kind not in MACHINES:
-            raise UsageError(f"unknown cache {kind!r}{did_you_mean(kind, MACHINES)}; choose from {', '.join(MACHINES)}")
+            raise UsageError(
+                f"unknown kind of cache {kind!r}{did_you_mean(kind, MACHINES)}; choose from {', '.join(MACHINES)}"
+            )
     if any(number < 1 for number in args.edges or ()):
-        raise UsageError("--edges: give 1 or more")
+        raise UsageError("--edges must be at least 1")
     if args.store_gbit <= 0 or args.store_gets <= 0:
-        raise UsageError("--store-gbit and --store-gets: give more than 0")
+        raise UsageError("--store-gbit and --store-gets must be more than 0")
     if args.middle is not None and args.middles < 1:
-        raise UsageError("--middle needs --middles N, the number of its caches")
+        raise UsageError("--middle needs --middles N, the number of middle caches")
 
 
 def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:

@@ -59,18 +59,18 @@ examples:
   kvabr report results                          writes results/report.html
   kvabr report results --html page.html --worst 5
 
-The page is self-contained: who wins against whom and where that cannot be told; regret and deadlines met by family,
-deadline, load and round trip; the causes and the distribution of regret; and the worst plays of every policy with their
-timelines. Traces and assets are read again from where `kvabr lab` found them. Plays that are missing, or outdated by a
-change of code or policy, are played first.
+The page is self-contained: which policy beats which, and where the difference is not significant; regret and deadlines
+met by family, deadline, load and round trip; the causes and the distribution of regret; and the worst plays of every
+policy with their timelines. Traces and assets are read again from where `kvabr lab` found them. Plays that are missing,
+or outdated by a change of code or policy, are played first.
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = (
-        "Play every combination of traces, deadlines, loads, round trips, engines, assets and policies; "
-        "compare the policies over the same plays."
+        "Play every combination of traces, deadlines, loads, round trips, engines, assets and policies, and compare "
+        "the policies over the same plays."
     )
     parser.epilog = _EPILOG
     add_axes(parser)
@@ -79,9 +79,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--policy",
         nargs="+",
         metavar="NAME|FILE.py:CLASS",
-        help="policies, or `all`; give them after the traces (default: the default policy)",
+        help="policies to compare, or `all`; give this option after the traces (default: the default policy)",
     )
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder that stores the plays")
     parser.add_argument("--html", type=Path, metavar="F", help="also write the page of `kvabr report`")
     parser.set_defaults(run=_lab)
 
@@ -90,8 +90,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     """Declare `kvabr report`."""
     parser.description = "Write one self-contained page for a folder of `kvabr lab`."
     parser.epilog = _REPORT_EPILOG
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that `kvabr lab --out` made")
-    parser.add_argument("--html", type=Path, metavar="F", help="the page (default: report.html in the folder)")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder that `kvabr lab --out` has written")
+    parser.add_argument("--html", type=Path, metavar="F", help="page to write (default: report.html in the folder)")
     parser.add_argument("--worst", type=int, default=3, metavar="N", help="worst plays to show per policy (default: 3)")
     parser.add_argument(
         "-j", "--jobs", type=int, metavar="N", help="processes for missing plays (default: one per core)"
@@ -102,7 +102,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def add_axes(parser: argparse.ArgumentParser) -> None:
     """Declare the options that describe a matrix; `axes_of` reads them."""
     parser.add_argument(
-        "source", nargs="+", type=Path, metavar="MATRIX.toml|TRACE", help="a matrix, or trace files and folders"
+        "source", nargs="+", type=Path, metavar="MATRIX.toml|TRACE", help="a matrix file, or trace files and folders"
     )
     axes = parser.add_argument_group("the matrix: every combination of")
     axes.add_argument("-d", "--deadline", nargs="+", type=float, metavar="S", help="TTFT deadlines (default: 2)")
@@ -110,20 +110,24 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
         "--load",
         nargs="+",
         metavar="X",
-        help="fraction of FP16 that the mean rate carries, or own (default: 0.03 0.1 0.3 1 3 10 30)",
+        help="scale traces so that the mean rate carries this fraction of the FP16 cache within the deadline; own: do "
+        "not scale (default: 0.03 0.1 0.3 1 3 10 30)",
     )
-    axes.add_argument("--rtt", nargs="+", metavar="MS", help="round trips, or own (default: own, else 40)")
+    axes.add_argument(
+        "--rtt", nargs="+", metavar="MS", help="round trips, ms; own: the trace's (default: own, otherwise 40)"
+    )
     axes.add_argument(
         "--engine",
         nargs="+",
         metavar="E",
-        help="none, asset, 2x, 1500/s, h200-8b, 2x@0.05:suffix (default: none; asset for prompts of passages)",
+        help="engines: none, asset, 2x (times the deadline), 1500/s, h200-8b, 2x@0.05:suffix (default: none; asset "
+        "for prompts of passages)",
     )
     axes.add_argument(
         "--asset",
         nargs="+",
         metavar="A",
-        help="assets or catalogs; a folder of passages is one prompt (default: the shipped catalog of SmolLM2)",
+        help="assets or catalogs; a folder of passages makes one prompt (default: the shipped catalog of SmolLM2)",
     )
     axes.add_argument("--exclude", nargs="+", metavar="FAMILY", help="trace families to leave out")
     axes.add_argument("--starts", type=int, metavar="N", help="start points of each trace (default: 1)")
@@ -131,12 +135,15 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--seed", type=int, metavar="K", help="seed of the start points (default: 0)")
     axes.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
     axes.add_argument("--decode-scale", type=float, metavar="X", help="multiply the catalog's decode times by X")
-    axes.add_argument("--decoders", type=int, metavar="N", help="threads that decode (default: 1)")
+    axes.add_argument("--decoders", type=int, metavar="N", help="decoder threads (default: 1)")
     what = "price of a second of TTFT, nats per token (default: 0.001; 0: only the deadline counts)"
     axes.add_argument("--time-price", type=float, metavar="NATS", help=what)
-    what = "tokens of a question behind the cache, which an engine computes in any case (default: 0)"
+    what = "tokens of a question after the cache, which the engine always computes (default: 0)"
     axes.add_argument("--question", type=int, metavar="N", help=what)
-    what = "tokens of the cache that it may compute with them (default: 512; 0: all of it is fetched)"
+    what = (
+        "maximum tokens at the end of the cache that the engine computes with the question instead of fetching them "
+        "(default: 512; 0: none)"
+    )
     axes.add_argument("--tail", type=int, metavar="N", help=what)
     axes.add_argument("--no-slow-start", action="store_true", help="simulate warm connections")
     parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes (default: one per core)")
@@ -148,7 +155,7 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
 
     files = [path for path in args.source if path.suffix == ".toml"]
     if files and len(args.source) > 1:
-        raise UsageError("give either one matrix file or traces; a matrix file names its own traces")
+        raise UsageError("give either one matrix file, which names its own traces, or traces")
     axes: dict[str, Any] = read_toml(files[0]) if files else {"traces": [str(path) for path in args.source]}
     given = {
         "deadlines": args.deadline, "loads": args.load and [_or_own(item) for item in args.load],
@@ -220,7 +227,7 @@ def _report(args: argparse.Namespace) -> int:
     from kvabr_lab.report import write_report
 
     if not 0 <= args.worst <= 100:
-        raise UsageError(f"--worst {args.worst}: give 0 to 100")
+        raise UsageError(f"--worst {args.worst}: must be 0 to 100")
     matrix = results_folder.load_matrix(args.folder)
     path = args.html or args.folder / "report.html"
     played, result = _play(matrix, args.folder, args.jobs)
@@ -240,7 +247,7 @@ def _or_own(text: str) -> float | str:
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is neither a number nor `own`") from error
+        raise UsageError(f"{text!r} must be a number or `own`") from error
 
 
 @contextmanager
@@ -249,5 +256,5 @@ def kept_on_interrupt(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        note = f"finished plays are kept in {folder}, and the same command continues from there"
+        note = f"finished plays are stored in {folder}; the same command continues from there"
         raise KeyboardInterrupt(note) from error

@@ -17,23 +17,25 @@ _SIMULATED = {
     "one_connection": _ALONE,
     "codel": _ALONE,
     "question": "has no engine that would compute it",
-    "producer": "is of what is published",
+    "producer": "plays published caches only",
 }
 
 
 def check(args: ReplayCommand) -> None:
     """Raise UsageError for options that do not apply to real plays."""
     if args.passages:
-        raise UsageError("--passages is for simulations: a real play has an asset's groups")
+        raise UsageError("--passages cannot be used with --live: a real play needs an asset's groups")
     if args.asset is None or Path(args.asset).is_file():
-        raise UsageError("--live needs an asset with its groups: `kvabr encode` makes one, --asset names its folder")
+        raise UsageError(
+            "--live needs an asset with its groups: make one with `kvabr encode`, and give it with --asset"
+        )
     for name, why in _SIMULATED.items():
         if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a real play {why}")
+            raise UsageError(f"--{name.replace('_', '-')} cannot be used with --live: a real play {why}")
     if args.decode_scale != 1.0:
-        raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
+        raise UsageError("--decode-scale cannot be used with --live: a real play really decodes the groups")
     if args.decoders != 1:
-        raise UsageError("--decoders is for simulations: a real play decodes in the client's threads")
+        raise UsageError("--decoders cannot be used with --live: a real play decodes in the client's threads")
 
 
 def run(

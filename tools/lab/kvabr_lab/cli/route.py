@@ -48,51 +48,55 @@ idle link.
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = (
-        "Decide whether a prompt is prefilled here, or at another site whose KV cache comes over the network."
+        "Decide whether to prefill a prompt here, or at another site that sends its KV cache over the network."
     )
     parser.epilog = _EPILOG
     parser.add_argument("-n", "--tokens", type=int, metavar="N", help="length of the prompt (needed without --day)")
     parser.add_argument(
         "--link", type=float, nargs="+", required=True, metavar="MBPS",
-        help="rate that the link carries, Mbit/s; with --day its mean, one or more",
+        help="rate of the link, Mbit/s; with --day its mean, one or more values",
     )  # fmt: skip
-    bound = "lower bound of that estimate, by which a deadline is judged (default: as --link)"
+    bound = "lower bound of that rate, used for the deadline (default: --link)"
     parser.add_argument("--link-bound", type=float, metavar="MBPS", help=bound)
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round trip in ms (default: 20)")
     cost = "cost of a prefill: TOK/S or C,B,A (default: %(default)s)"
     parser.add_argument("--local", default="4000", metavar="COST", help=f"local {cost}")
     parser.add_argument("--remote", default="16000", metavar="COST", help=f"remote {cost}")
     parser.add_argument("-d", "--deadline", type=float, metavar="S", help="TTFT deadline, seconds (default: none)")
+    parser.add_argument("--at-end", action="store_true", help="the remote site sends only after its prefill has ended")
     parser.add_argument(
-        "--at-end", action="store_true", help="the remote site sends when its prefill has ended, not meanwhile"
-    )
-    parser.add_argument(
-        "--no-both", action="store_true", help="the engine here cannot compute a beginning while the end is loaded"
+        "--no-both",
+        action="store_true",
+        help="the local engine cannot compute the beginning of a prompt while the end is loaded",
     )
     size = parser.add_argument_group("bytes of the cache")
     size.add_argument("--asset", help="an asset, or its catalog (default: the catalog that comes with kvabr)")
     size.add_argument(
         "--floor", type=float, default=0.01, metavar="NATS",
-        help="quality floor: most loss of the whole cache, nats per generated token (default: %(default)g)",
+        help="quality floor: maximum loss of the whole cache, nats per generated token (default: %(default)g)",
     )  # fmt: skip
     size.add_argument(
         "--kv-bytes", type=float, metavar="B",
-        help="bytes that a token's FP16 cache has in your model (default: 131072, Llama-3.1-8B; with --asset, its own)",
+        help="FP16 cache bytes per token of your model (default: 131072, Llama-3.1-8B; with --asset, the asset's)",
     )  # fmt: skip
-    size.add_argument("--decoders", type=int, default=8, metavar="N", help="threads that decode (default: %(default)s)")
-    now = parser.add_argument_group("what the request finds")
-    now.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, for the events")
-    events = "KV events of an engine or a store %s: what it has of the prompt is cached there"
+    size.add_argument("--decoders", type=int, default=8, metavar="N", help="decoder threads (default: %(default)s)")
+    now = parser.add_argument_group("state of the sites")
+    now.add_argument(
+        "--prompt", type=Path, metavar="F.json", help="token ids of the prompt, for --local-events and --remote-events"
+    )
+    events = "KV events of an engine or a store %s, to find the cached part of the prompt"
     now.add_argument("--local-events", metavar="ENDPOINT[,REPLAY]", help=events % "here")
     now.add_argument("--remote-events", metavar="ENDPOINT[,REPLAY]", help=events % "there")
-    now.add_argument("--listen", type=float, default=5.0, metavar="S", help="seconds to listen at most (default: 5)")
+    now.add_argument("--listen", type=float, default=5.0, metavar="S", help="maximum seconds to listen (default: 5)")
     now.add_argument("--local-cached", type=int, default=0, metavar="N", help="tokens of the prompt cached here")
     now.add_argument("--remote-cached", type=int, default=0, metavar="N", help="tokens of the prompt cached there")
-    now.add_argument("--local-queue", type=float, default=0.0, metavar="S", help="seconds until a worker is free")
-    now.add_argument("--remote-queue", type=float, default=0.0, metavar="S", help="the same at the remote site")
-    now.add_argument("--backlog", type=float, default=0.0, metavar="MB", help="megabytes under way on the link")
+    now.add_argument("--local-queue", type=float, default=0.0, metavar="S", help="seconds until a local worker is free")
+    now.add_argument(
+        "--remote-queue", type=float, default=0.0, metavar="S", help="seconds until a remote worker is free"
+    )
+    now.add_argument("--backlog", type=float, default=0.0, metavar="MB", help="megabytes in flight on the link")
     _add_day_options(parser)
-    parser.add_argument("--json", type=Path, metavar="F", help="the answer, or the day's numbers")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the decision, or the numbers of the day, as JSON")
     parser.set_defaults(run=run)
 
 
@@ -100,34 +104,38 @@ def _add_day_options(parser: argparse.ArgumentParser) -> None:
     day = parser.add_argument_group("a day of requests")
     day.add_argument("--day", action="store_true", help="replay a day, and compare rules")
     day.add_argument(
-        "--trace", type=Path, metavar="F", help="the link's ups and downs, scaled to --link (default: a synthetic one)"
+        "--trace", type=Path, metavar="F", help="trace of the link, scaled to --link (default: a synthetic one)"
     )
-    day.add_argument("--requests", type=int, default=3000, metavar="N", help="expected number (default: %(default)s)")
-    day.add_argument("--hours", type=float, default=6.0, metavar="H", help="length of the day (default: %(default)g)")
+    day.add_argument(
+        "--requests", type=int, default=3000, metavar="N", help="expected number of requests (default: %(default)s)"
+    )
+    day.add_argument(
+        "--hours", type=float, default=6.0, metavar="H", help="length of the day in hours (default: %(default)g)"
+    )
     day.add_argument("--lengths", type=float, default=1.0, metavar="X", help="factor on the prompts' lengths")
-    workers = "prefills at a time, local and remote (default: 1 1)"
+    workers = "concurrent prefills at the local and the remote site (default: 1 1)"
     day.add_argument("--workers", type=int, nargs=2, default=[1, 1], metavar=("L", "R"), help=workers)
-    burst = "factor on arrivals in bursts of a minute, every ten (default: 1, no bursts)"
+    burst = "factor on arrivals during bursts of a minute, every ten minutes (default: 1, no bursts)"
     day.add_argument("--burst", type=float, default=1.0, metavar="X", help=burst)
-    warm = "both sites begin with the shared beginnings in place, as far as they have room"
+    warm = "both sites begin with shared prompt beginnings cached, as many as fit"
     day.add_argument("--warm", action="store_true", help=warm)
     day.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the requests (default: 0)")
     day.add_argument(
         "--oracle", type=int, nargs="?", const=2, default=0, metavar="SWEEPS",
-        help="also search for the best places, knowing everything: minutes (sweeps: 2)",
+        help="also search for the best decisions with full knowledge; takes minutes (suggested: 2 sweeps)",
     )  # fmt: skip
-    day.add_argument("--svg", type=Path, metavar="F", help="a chart over the rates of --link")
+    day.add_argument("--svg", type=Path, metavar="F", help="write a chart over the rates of --link")
 
 
 def run(args: argparse.Namespace) -> int:
     """Decide, or replay a day."""
     check_writable(args.json, args.svg)
     if not all(0 <= mbps <= 1e7 for mbps in args.link):
-        raise UsageError("--link: give rates from 0 to 10000000 Mbit/s")
+        raise UsageError("--link must be from 0 to 10000000 Mbit/s")
     if not 0 <= args.rtt <= 60_000:
-        raise UsageError(f"--rtt {args.rtt:g}: give 0 to 60000 ms")
+        raise UsageError(f"--rtt {args.rtt:g}: must be 0 to 60000 ms")
     if not 1 <= args.decoders <= 4096:
-        raise UsageError(f"--decoders {args.decoders}: give 1 to 4096")
+        raise UsageError(f"--decoders {args.decoders}: must be 1 to 4096")
     return _day(args) if args.day else _one(args)
 
 
@@ -144,7 +152,7 @@ def parse_cost(text: str, option: str) -> PrefillCost:
     if len(numbers) == 1:
         return PrefillCost.from_rate(numbers[0])
     if len(numbers) != 3:
-        raise UsageError(f"{option} {text}: give tokens a second, or three constants C,B,A")
+        raise UsageError(f"{option} {text}: give tokens per second, or three constants C,B,A")
     return PrefillCost(*numbers)
 
 
@@ -163,7 +171,7 @@ def _size(args: argparse.Namespace) -> CacheSize:
     if kv_bytes is None:
         return size
     if not 1 <= kv_bytes <= 1e9:
-        raise UsageError(f"--kv-bytes {kv_bytes:g}: give 1 to 1000000000 bytes")
+        raise UsageError(f"--kv-bytes {kv_bytes:g}: must be 1 to 1000000000")
     return size.scaled(kv_bytes * catalog.tokens / catalog.fp16_bytes)
 
 
@@ -183,11 +191,13 @@ def _read_events(args: argparse.Namespace) -> None:
         raise UsageError(f"--listen {args.listen:g}: must be more than 0 and at most 3,600 seconds")
     tokens = read_tokens(args.prompt, "--prompt")
     if args.tokens not in (None, len(tokens)):
-        raise UsageError(f"--tokens {args.tokens}: the prompt in {args.prompt} has {len(tokens)}")
+        raise UsageError(
+            f"--tokens {args.tokens}: the prompt in {args.prompt} has {len(tokens)} tokens; leave out --tokens"
+        )
     args.tokens = len(tokens)
     for site, count in listen(sites, tokens, args.listen).items():
         setattr(args, f"{site}_cached", count or 0)
-        said = "nothing was told" if count is None else f"{count} of {len(tokens)} tokens are cached"
+        said = "no KV events were received" if count is None else f"{count} of {len(tokens)} tokens are cached"
         plain(f"{site}: {said} ({named[site]})")
 
 
@@ -199,9 +209,9 @@ def _one(args: argparse.Namespace) -> int:
 
     _read_events(args)
     if args.tokens is None:
-        raise UsageError("give the length of the prompt with --tokens, or --day")
+        raise UsageError("give --tokens, the length of the prompt, or --day")
     if len(args.link) > 1 or args.svg is not None:
-        raise UsageError("several rates of --link, and --svg, are for --day")
+        raise UsageError("several rates of --link, and --svg, need --day")
     size = _size(args)
     local = PrefillSite(parse_cost(args.local, "--local"), args.local_queue, args.local_cached)
     remote = PrefillSite(parse_cost(args.remote, "--remote"), args.remote_queue, args.remote_cached)
@@ -242,9 +252,9 @@ def _show(route: Route, size: CacheSize, lengths: Sequence[tuple[float, float]])
             f"from {low:,.0f} tokens on" if high == float("inf") else f"from {low:,.0f} to {high:,.0f} tokens"
             for low, high in lengths
         )
-        plain(f"remote prefill is sooner {words} beyond what both sites have cached")
+        plain(f"remote prefill is faster {words} beyond the tokens cached at both sites")
     else:
-        plain("remote prefill is never sooner")
+        plain("remote prefill is never faster")
 
 
 def _day(args: argparse.Namespace) -> int:
@@ -258,11 +268,11 @@ def _day(args: argparse.Namespace) -> int:
     from kvabr_lab.day.world import SiteShape, WorldShape
 
     if args.tokens is not None:
-        raise UsageError("--tokens is for one request; a day generates its own")
+        raise UsageError("--tokens cannot be used with --day, which generates its own prompts")
     if not all(mbps > 0 for mbps in args.link):
-        raise UsageError("--link: a day needs rates above 0")
+        raise UsageError("--link must be more than 0 with --day")
     if args.oracle < 0:
-        raise UsageError(f"--oracle {args.oracle}: give the number of sweeps, 0 for no oracle")
+        raise UsageError(f"--oracle {args.oracle}: must be the number of sweeps, 0 for no oracle")
     deadline_s = 5.0 if args.deadline is None else args.deadline
     shape = DayShape(args.requests, 3600 * args.hours, length=args.lengths, burst=args.burst)
     requests = day_of_requests(shape, args.seed)
@@ -297,7 +307,7 @@ def _trace(path: Path | None) -> Trace:
         return synthesise("markov", mean_mbps=100.0, duration_s=3600.0, step_s=1.0, seed=0)
     traces = [trace for each in find([path]) for trace in read(each)]
     if len(traces) != 1:
-        raise UsageError(f"{path}: {len(traces)} traces; --trace takes one")
+        raise UsageError(f"{path}: contains {len(traces)} traces; --trace needs exactly one")
     return traces[0]
 
 

@@ -31,14 +31,14 @@ _Action = Callable[[argparse.Namespace], int]
 _WIDE = 110
 _SHAPE = (
     ("--scatter", "scatter", "standard deviation of the log rate (all but constant)"),
-    ("--dwell", "dwell_s", "mean stay in a state, s (markov, outages)"),
+    ("--dwell", "dwell_s", "mean time in a state, s (markov, outages)"),
     ("--outage-every", "outage_every_s", "mean time between outages, s (outages)"),
     ("--outage", "outage_s", "mean length of an outage, s (outages)"),
     ("--ramp", "ramp_s", "time until the plateau, s (slow-start)"),
     ("--period", "period_s", "length of a cycle, s (diurnal)"),
     ("--depth", "depth", "swing around the mean, 0 to below 1 (diurnal)"),
-    ("--cross", "cross", "what other flows bring, as a share of the port, 0 to 0.95 (port)"),
-    ("--flow", "flow_s", "mean flow with the port to itself, s (port)"),
+    ("--cross", "cross", "rate of other flows, as a share of the port, 0 to 0.95 (port)"),
+    ("--flow", "flow_s", "mean duration of a flow that has the port to itself, s (port)"),
     ("--fan-in", "fan_in", "senders of an incast, 0 for none (port)"),
     ("--incast-every", "incast_every_s", "mean time between incasts, s (port)"),
     ("--incast", "incast_s", "mean length of an incast, s (port)"),
@@ -97,17 +97,17 @@ def _add_info(kinds: _Actions) -> None:
 def _add_import(kinds: _Actions) -> None:
     parser = _add_reading(kinds, "import", _import, "convert traces to kvabr's format", _IMPORT_EPILOG)
     parser.add_argument(
-        "-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write to (made if missing)"
+        "-o", "--out", type=Path, required=True, metavar="DIR", help="folder to write to (created if missing)"
     )
 
 
 def _add_synth(kinds: _Actions) -> None:
     parser = _action(kinds, "synth", _synth, "make a trace", _SYNTH_EPILOG)
     shape = Shape()
-    parser.add_argument("kind", choices=KINDS, help="how the rate behaves")
+    parser.add_argument("kind", choices=KINDS, help="model of the rate")
     parser.add_argument("--mean-mbps", type=float, required=True, metavar="M", help="mean rate, Mbit/s")
     parser.add_argument("--duration", type=float, required=True, metavar="S", help="length, seconds")
-    parser.add_argument("--step", type=float, default=1.0, metavar="S", help="length of a step (default: 1 s)")
+    parser.add_argument("--step", type=float, default=1.0, metavar="S", help="length of a step, seconds (default: 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the random numbers (default: 0)")
     parser.add_argument("--rtt", type=float, metavar="MS", help="round-trip time to record, ms")
     parser.add_argument("--name", metavar="FAMILY/NAME", help="name of the trace (default: synth/KIND-SEED)")
@@ -137,7 +137,7 @@ def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog:
     group.add_argument("--end-column", metavar="NAME", help="CSV: column with the end time of a row")
     group.add_argument("--rate-column", metavar="NAME", help="CSV: column with the rate")
     group.add_argument(
-        "--counter", metavar="NAME", help="CSV: column with a running total, in place of a rate: it is differenced"
+        "--counter", metavar="NAME", help="CSV: column with a running total instead of a rate; its differences are used"
     )
     units, times = ", ".join(BYTES_PER_SECOND), ", ".join(TIME_UNITS)
     group.add_argument(
@@ -145,7 +145,7 @@ def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog:
     )
     group.add_argument("--time-unit", metavar="UNIT", help=f"CSV and Pensieve: unit of numeric times ({times})")
     group.add_argument("--decimal", choices=get_args(Mark), help="CSV: decimal mark of numbers")
-    group.add_argument("--step", type=float, metavar="S", help="CSV: there are no times; each row lasts S seconds")
+    group.add_argument("--step", type=float, metavar="S", help="CSV without times: each row lasts S seconds")
     return parser
 
 
@@ -161,7 +161,7 @@ def _read(args: argparse.Namespace, failed: list[TraceError]) -> Iterator[tuple[
         step_s=args.step,
     )
     if args.format not in (None, "csv") and (said.of_csv or (said != Columns() and args.format != "pensieve")):
-        raise UsageError(f"--format {args.format} has no columns; leave out the options of CSV")
+        raise UsageError(f"--format {args.format} has no columns; leave out the options for CSV")
     paths = find(args.paths)
     for path in paths:
         try:
@@ -372,7 +372,7 @@ def dumps(trace: Trace, note: str = "") -> str:
     """
     for what, name in (("name", trace.name), ("family", trace.family)):
         if not native.is_plain(name):
-            raise TraceError(f"the {what} {name[:40]!r} is not a plain name; take one such as lte/walk")
+            raise TraceError(f"the {what} {name[:40]!r} must be a plain name, such as lte/walk")
     head = [native.MAGIC, f"# name: {trace.name}", f"# family: {trace.family}"]
     if trace.rtt_s is not None:
         head.append(f"# rtt_s: {_decimal(trace.rtt_s)}")

@@ -40,16 +40,18 @@ so. `kvabr lab` and `kvabr tune` share their folders: neither repeats the other'
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser.description = "Search the parameters that a policy declares, holding out one trace family at a time."
+    parser.description = "Search for the best parameters of a policy, holding out one trace family at a time."
     parser.epilog = _EPILOG
-    parser.add_argument("tuned", metavar="NAME|FILE.py:CLASS", help="the policy")
+    parser.add_argument("tuned", metavar="NAME|FILE.py:CLASS", help="policy to tune")
     add_axes(parser)
     search = parser.add_argument_group("the search")
     search.add_argument("--points", type=int, default=16, metavar="N", help="points of the first round (default: 16)")
-    search.add_argument("--rounds", type=int, default=2, metavar="N", help="local rounds after it (default: 2)")
+    search.add_argument(
+        "--rounds", type=int, default=2, metavar="N", help="local rounds after the first round (default: 2)"
+    )
     search.add_argument("--near", type=int, default=4, metavar="N", help="points per local round and fold (default: 4)")
     search.add_argument("--search-seed", type=int, default=0, metavar="K", help="seed of the search (default: 0)")
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder that keeps the plays")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder that stores the plays")
     parser.add_argument("--json", type=Path, metavar="F", help="write the result as JSON, schema kvabr.tune/1")
     parser.set_defaults(run=run)
 
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(_values(found))
     console.print(_folds(found))
     if found.left_out:
-        say(console, f"left out, because no play is feasible: {', '.join(found.left_out)}")
+        say(console, f"families left out because no play is feasible: {', '.join(found.left_out)}")
     say(
         console,
         f"mean regret over families: {found.default_regret:.4g} with the defaults, {found.held_out_regret:.4g} held "
@@ -121,5 +123,5 @@ def _folds(found: Tuned) -> Table:
         values = ", ".join(f"{name} {value:.4g}" for name, value in found.values(fold.chosen).items())
         numbers = (fold.inside, fold.outside, fold.default_outside)
         rows.append((fold.held_out, *(f"{number:.4g}" for number in numbers), values))
-    title = "choices made without a family and played over it: mean regret"
+    title = "parameters chosen without a family and played over that family: mean regret"
     return table(title, ("held out", "inside", "held-out", "default", "chosen"), rows, fold=("held out", "chosen"))

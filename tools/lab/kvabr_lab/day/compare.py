@@ -106,9 +106,9 @@ def compare(
         UsageError: There are no requests, or a rule is unknown.
     """
     if not requests:
-        raise UsageError("the day has no requests; ask for more of them, or another seed")
+        raise UsageError("the day has no requests; give more requests, or another seed")
     if not deadline_s > 0:
-        raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
+        raise UsageError(f"the deadline must be a positive number of seconds, got {deadline_s}")
     names = [*rules, *(f"threshold:{tokens}" for tokens in THRESHOLDS)]
     days: dict[str, Sequence[DayOutcome]] = dict(played or {})
     others = list(days)
@@ -133,5 +133,5 @@ def compare(
         found = [
             replace(one, elsewhere_s=_elsewhere(days[one.rule], known)) if one.rule in days else one for one in found
         ]
-        found.append(summary(ORACLE, known, deadline_s, "knows the link and all that comes"))
+        found.append(summary(ORACLE, known, deadline_s, "knows the link and all later requests"))
     return found

@@ -75,7 +75,9 @@ class Informed(Kvabr):
         """
         super().__init__(shape)
         if unknown := set(knows) - set(KNOWLEDGE):
-            raise UsageError(f"no knowledge of {', '.join(sorted(unknown))}; there is that of {', '.join(KNOWLEDGE)}")
+            raise UsageError(
+                f"unknown kind of knowledge {', '.join(sorted(unknown))}; choose from {', '.join(KNOWLEDGE)}"
+            )
         self._day, self._others, self._ahead, self._knows = day, others, ahead, frozenset(knows)
         self._futures = 1 if self._knows == set(KNOWLEDGE) else futures
         self._dice = random.Random(0)  # noqa: S311  # a simulation

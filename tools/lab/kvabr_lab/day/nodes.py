@@ -64,9 +64,11 @@ class FleetShape:
 
     def __post_init__(self) -> None:
         if not (self.nodes >= 1 and self.rate > 0):
-            raise UsageError(f"{self.nodes} nodes, {self.rate} B/s: not possible")
+            raise UsageError(
+                f"there must be at least 1 node and a rate above 0 bytes/s, got {self.nodes} and {self.rate}"
+            )
         if min(self.engine_tokens, self.store_tokens, self.keep_s, self.rtt_s, self.publish_s) < 0:
-            raise UsageError("an engine, a store or a time of less than nothing: not possible")
+            raise UsageError("sizes of engine and store, and all times, must be 0 or more")
 
 
 @dataclass(slots=True)

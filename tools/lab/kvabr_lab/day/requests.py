@@ -76,9 +76,12 @@ class DayShape:
         if not 1 <= self.requests <= _MAX_REQUESTS:
             raise UsageError(f"requests must be 1 to {_MAX_REQUESTS}, got {self.requests}")
         if not 0 < self.duration_s <= 1e7:
-            raise UsageError(f"a day of {self.duration_s} s; give a positive number of seconds, at most 10,000,000")
+            raise UsageError(f"a day must be more than 0 and at most 10,000,000 s, got {self.duration_s}")
         if not (self.longest >= 1 and 0 < self.length <= 1000):
-            raise UsageError(f"lengths of {self.length} times the usual, at most {self.longest} tokens: not possible")
+            raise UsageError(
+                f"the factor on lengths must be more than 0 and at most 1000, got {self.length}, and the longest "
+                f"prompt at least 1 token, got {self.longest}"
+            )
         if not 1 <= self.burst <= 100:
             raise UsageError(f"bursts must be 1 to 100 times the usual rate, got {self.burst}")
 

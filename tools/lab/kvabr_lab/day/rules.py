@@ -177,7 +177,7 @@ def rule_of(name: str, shape: WorldShape) -> DayRule:
     kind, _, number = name.partition(":")
     if kind == "threshold":
         if not number.isdecimal():
-            raise UsageError(f"rule {name!r}: write threshold:TOKENS, such as threshold:8000")
+            raise UsageError(f"rule {name!r} must be threshold:TOKENS, such as threshold:8000")
         return _Threshold(int(number))
     if name == "prfaas":
         return _Threshold(PRFAAS_TOKENS)
@@ -192,7 +192,9 @@ def rule_of(name: str, shape: WorldShape) -> DayRule:
     if name in KNOWING:
         return (_KnowsLink if name == "knows-link" else _KnowsPresent)(shape)
     names = (*RULES, *KNOWING)
-    raise UsageError(f"no rule {name!r}{did_you_mean(name, names)}; there are {', '.join(names)} and threshold:TOKENS")
+    raise UsageError(
+        f"unknown rule {name!r}{did_you_mean(name, names)}; choose from {', '.join(names)} and threshold:TOKENS"
+    )
 
 
 def play_day(requests: Sequence[DayRequest], shape: WorldShape, rule: DayRule) -> list[DayOutcome]:

@@ -72,7 +72,10 @@ class SessionShape:
                 f"sessions and tenants must be 1 to {_MAX_SESSIONS}, got {self.sessions} and {self.tenants}"
             )
         if not (0 < self.duration_s <= 1e7 and self.longest >= 1):
-            raise UsageError(f"{self.duration_s} s and prompts of {self.longest} tokens; both must be positive")
+            raise UsageError(
+                f"the duration and the longest prompt must be positive, got {self.duration_s} s and {self.longest} "
+                "tokens"
+            )
 
 
 def day_of_sessions(shape: SessionShape, seed: int) -> tuple[SessionTurn, ...]:
@@ -145,7 +148,7 @@ def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
             f"{path}: not a trace of requests with timestamp, output_length and hash_ids ({error!r})"
         ) from error
     if not rows:
-        raise FormatError(f"{path}: there is no request in it")
+        raise FormatError(f"{path}: contains no request")
     behind: defaultdict[int, set[int]] = defaultdict(set)
     for _, blocks, _ in rows:
         for block, after in pairwise(blocks):

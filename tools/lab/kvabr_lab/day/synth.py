@@ -76,15 +76,15 @@ class Shape:
             if field.name.endswith("_s"):
                 _check(field.name, getattr(self, field.name), limit=_MAX_SECONDS)
         if not 0 <= self.cross <= 0.95:
-            raise UsageError(f"cross is {self.cross}; give a number from 0 (no other flows) to 0.95")
+            raise UsageError(f"cross must be from 0 (no other flows) to 0.95, got {self.cross}")
         if not 0 <= self.fan_in <= 1e6:
-            raise UsageError(f"fan_in is {self.fan_in}; give a number of senders from 0 to 1000000")
+            raise UsageError(f"fan_in must be 0 to 1000000 senders, got {self.fan_in}")
         if not 1 <= self.burst <= 1e6:
-            raise UsageError(f"burst is {self.burst}; give a factor from 1 to 1000000")
+            raise UsageError(f"burst must be from 1 to 1000000, got {self.burst}")
         if not 0 <= self.scatter <= 3:
-            raise UsageError(f"scatter is {self.scatter}; give a number from 0 (none) to 3")
+            raise UsageError(f"scatter must be from 0 (none) to 3, got {self.scatter}")
         if not 0 <= self.depth < 1:
-            raise UsageError(f"depth is {self.depth}; give a number from 0 (flat) to below 1")
+            raise UsageError(f"depth must be at least 0 (flat) and less than 1, got {self.depth}")
 
 
 class Dice:
@@ -240,7 +240,7 @@ def synthesise(
         UsageError: An argument is invalid, or this seed's outages cover the whole trace.
     """
     if kind not in _KINDS:
-        raise UsageError(f"unknown kind of trace {kind!r}; known are {', '.join(KINDS)}")
+        raise UsageError(f"unknown kind of trace {kind!r}; choose from {', '.join(KINDS)}")
     for what, value, limit in (
         ("mean_mbps", mean_mbps, _MAX_MBPS),
         ("duration_s", duration_s, _MAX_SECONDS),
@@ -248,14 +248,16 @@ def synthesise(
     ):
         _check(what, value, limit=limit)
     if not 0 <= seed < 1 << 64:
-        raise UsageError(f"the seed is {seed}; give a whole number from 0 to 2**64 - 1")
+        raise UsageError(f"the seed must be a whole number from 0 to 2**64 - 1, got {seed}")
     segments = math.ceil(duration_s / step_s * (1 - 1e-12))
     if segments > MAX_SEGMENTS:
-        raise UsageError(f"{segments} steps, {MAX_SEGMENTS} are allowed; take a shorter trace or a longer step")
+        raise UsageError(
+            f"{segments} steps, more than the {MAX_SEGMENTS} allowed; give a shorter duration or a longer step"
+        )
     shape = shape or Shape()
     for what in _WAITS.get(kind, ()):
         if getattr(shape, what) < step_s / 100:
-            raise UsageError(f"{what} must not be below a hundredth of the step ({step_s:g} s)")
+            raise UsageError(f"{what} must be at least a hundredth of the step ({step_s:g} s)")
     # Round, so that the third step of 0.1 s begins at 0.3, not at 0.30000000000000004.
     times = [round(index * step_s, 9) for index in range(segments)]
     raw = list(_KINDS[kind](shape, times, Dice(seed)))
@@ -264,7 +266,10 @@ def synthesise(
     factor = mean_mbps * 1000 * duration_s / carried if carried > 0 else 0.0
     rates = [round(rate * factor) * _KBIT for rate in raw]
     if not any(rates):
-        raise UsageError(f"{kind}, seed {seed}: nothing would arrive in {duration_s:g} s; make it longer or faster")
+        raise UsageError(
+            f"{kind}, seed {seed}: the rate would be zero throughout {duration_s:g} s; give a longer duration or a "
+            "higher rate"
+        )
     if kind in _IN_RUNS:
         changes = [index for index, rate in enumerate(rates) if not index or rate != rates[index - 1]]
         times, rates = [times[index] for index in changes], [rates[index] for index in changes]
@@ -274,4 +279,4 @@ def synthesise(
 
 def _check(what: str, value: float, *, limit: float) -> None:
     if not 1e-6 <= value <= limit:
-        raise UsageError(f"{what} is {value}; give a number from 0.000001 to {limit:g}")
+        raise UsageError(f"{what} must be from 0.000001 to {limit:g}, got {value}")

@@ -43,7 +43,8 @@ class SiteShape:
     def __post_init__(self) -> None:
         if self.workers < 1 or self.cache_tokens < 0:
             raise UsageError(
-                f"a site must have at least 1 worker and 0 cached tokens, got {self.workers} and {self.cache_tokens}"
+                f"a site must have at least 1 worker, and room for 0 or more cached tokens, got {self.workers} and "
+                f"{self.cache_tokens}"
             )
 
 
@@ -70,7 +71,9 @@ class WorldShape:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rtt_s <= 60 and 0 <= self.scatter <= 3):
-            raise UsageError(f"a round trip of {self.rtt_s} s, prefills that scatter by {self.scatter}: not possible")
+            raise UsageError(
+                f"the round trip must be 0 to 60 s and the scatter 0 to 3, got {self.rtt_s} and {self.scatter}"
+            )
 
     @property
     def mean_rate(self) -> float:

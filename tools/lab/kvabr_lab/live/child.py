@@ -104,7 +104,7 @@ class Child:
         self._process.join(0.1)
         code = self._process.exitcode
         how = "" if code is None else f" (exit status {code})"
-        return TransportError(f"the {self._name} of this replay has died{how}; start the replay again")
+        return TransportError(f"the {self._name} of this replay has exited{how}; start the replay again")
 
     def __enter__(self) -> Self:
         return self

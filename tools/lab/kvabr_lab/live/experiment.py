@@ -123,7 +123,7 @@ class LiveExperiment:
                     if options.warm:
                         await self._warm_up(connection, played, start_s, conditions)
             except (TransportError, TimeoutError) as error:
-                connection, failure = None, str(error) or "the catalog did not come in time"
+                connection, failure = None, str(error) or "the catalog was not received in time"
                 if not options.cold:
                     raise TransportError(f"the origin cannot be reached through the link: {failure}") from error
             if options.cold:

@@ -120,12 +120,12 @@ class Conditions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rtt_s < math.inf:
-            raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
+            raise UsageError(f"the round trip must be 0 or more seconds, got {self.rtt_s}")
         for name in ("loss", "loss_up", "reorder", "duplicate"):
             if not 0 <= (share := getattr(self, name)) < 1:
-                raise UsageError(f"{name} is {share}; it must be a share from 0 to below 1")
+                raise UsageError(f"{name} must be at least 0 and less than 1, got {share}")
         if self.queue_bytes is not None and self.queue_bytes < PACKET_BYTES:
-            raise UsageError(f"a queue of {self.queue_bytes} bytes; it must hold a packet of {PACKET_BYTES} at least")
+            raise UsageError(f"the queue must hold at least one packet of {PACKET_BYTES} bytes, got {self.queue_bytes}")
 
     def limit_bytes(self, rate: float) -> int:
         """Return the queue limit of a bottleneck with a line rate of ``rate`` bytes/s."""

@@ -44,7 +44,7 @@ async def replay_live(
         PolicyError: From a policy.
     """
     if matrix.catalog != asset.catalog:
-        raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
+        raise UsageError("a live replay needs an asset for its origin: give its folder with --asset")
     # Use this machine's decode times, since the comparison is about the link.
     decode_scale = decode_speed(asset)
     # Real players aim to end slightly early, see `kvabr.client`. The simulated player must do so, too.

@@ -34,7 +34,7 @@ def live_table(result: Result) -> RenderableType:
                 _live_row(table, name, totals)
     notes: list[RenderableType] = [
         Text("error: |simulated / live - 1| · same track: share of the tokens · verdict: deadline met or not", "dim"),
-        Text("regret: mean over the plays that some schedule could have made in time, nats per token", "dim"),
+        Text("regret: mean over the plays that some schedule could have completed in time, nats per token", "dim"),
     ]
     if busy:
         plays = "1 play was" if busy == 1 else f"{busy} plays were"

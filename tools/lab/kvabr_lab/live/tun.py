@@ -46,7 +46,7 @@ class Device:
             OSError: The device or the right to create one is missing, or another link is running.
         """
         if _is_here(NEAR):
-            raise OSError(f"{NEAR} is taken: another link runs")
+            raise OSError(f"the network device {NEAR} is in use by another link")
         self._file = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
         try:
             made = fcntl.ioctl(self._file, _TUNSETIFF, struct.pack("16sH14x", b"kvabr%d", _IFF_TUN | _IFF_NO_PI))
@@ -111,7 +111,7 @@ def _main(pipe: Connection, conditions: Conditions) -> None:
     try:
         forwarder = _PacketForwarder(Device(), conditions)
     except OSError as error:
-        pipe.send(f"{error}; a link for TCP needs {_DEVICE}, `ip` and the right to administer the network (root)")
+        pipe.send(f"{error}; a link for TCP needs {_DEVICE}, `ip`, and permission to administer the network (root)")
         return
     pipe.send((FAR, 0))
     with contextlib.suppress(EOFError, OSError):

@@ -24,14 +24,18 @@ class CacheGen(FrontToBack):
         """Choose the least lossy track at which all remaining groups fit."""
         tracks = view.ladder.tracks
         if view.rate <= 0:
-            return Decision.fetch(group, tracks[len(tracks) // 2].name, "no throughput yet: a medium level first")
+            return Decision.fetch(
+                group, tracks[len(tracks) // 2].name, "no throughput is known yet: a medium level first"
+            )
         budget = view.budget_bytes(view.rate)
         for track in reversed(tracks):
             if view.missing_bytes(track) <= budget:
-                return Decision.fetch(group, track.name, f"all that is left fits {budget / 1e6:.2f} MB at this level")
+                return Decision.fetch(
+                    group, track.name, f"all remaining groups fit {budget / 1e6:.2f} MB at this level"
+                )
         if view.recompute_s(group) <= view.time_left:
             return Decision.recompute(group, f"no level fits {budget / 1e6:.2f} MB: send it as text")
-        return Decision.fetch(group, tracks[0].name, f"nothing fits {budget / 1e6:.2f} MB: the cheapest level")
+        return Decision.fetch(group, tracks[0].name, f"no level fits {budget / 1e6:.2f} MB: the cheapest level")
 
 
 class CacheGenOracle(FrontToBack):
@@ -46,7 +50,9 @@ class CacheGenOracle(FrontToBack):
     def start(self, view: View) -> None:
         """Raise `PolicyError` if the future is not known."""
         if view.oracle is None:
-            raise PolicyError("cachegen-oracle reads the true bandwidth from the trace: it runs only in a simulation")
+            raise PolicyError(
+                "cachegen-oracle reads the true bandwidth from the trace, so it runs only in a simulation"
+            )
         self._carried = view.oracle.carried
 
     def choose(self, view: View, group: int) -> Decision:

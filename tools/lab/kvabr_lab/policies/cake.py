@@ -46,7 +46,7 @@ class Cake(Policy):
         """Keep both the engine and the link busy."""
         front = view.first_missing()
         if front is None:
-            return Decision.finish("every group is in place or under way, or the engine's")
+            return Decision.finish("every group is in place, under way, or computed by the engine")
         meets = view.cost is not None and not view.front_first
         if meets and view.engine_backlog_s <= 0:
             return Decision.recompute(front, "the engine computes from the front")
@@ -54,5 +54,7 @@ class Cake(Policy):
         if len(view.in_flight) >= _FLYING and view.outstanding_bytes >= view.rate * ahead_s:
             return Decision.wait("enough is in flight")
         if view.front_first:
-            return Decision.fetch(front, self._track, "the engine computes all behind a miss: the front comes first")
+            return Decision.fetch(
+                front, self._track, "the engine computes everything after a miss: the front comes first"
+            )
         return Decision.fetch(next(reversed(view.missing_groups)), self._track, "the network loads from the back")

@@ -133,7 +133,7 @@ class Foresight:
                 yield _Division(self, range(count, view.groups), range(count), engine_s, "beside")
                 continue
             cut = catalog.cut(view.groups - count)
-            for kind in ("behind the base", "behind all") if cut else ("beside",):
+            for kind in ("after the base", "after all") if cut else ("beside",):
                 engine_s = cost.seconds(catalog.tokens_before(cut), tokens - catalog.tokens_before(cut))
                 yield _Division(self, range(cut), range(cut, view.groups), engine_s, kind)
 
@@ -149,15 +149,15 @@ class _Division:
     ) -> None:
         """Prepare the options.
 
-        ``kind`` is ``alone`` (no engine), ``beside`` (engine and network in parallel), ``behind the base`` (the engine
-        starts after the base of every group, before better tracks), or ``behind all``.
+        ``kind`` is ``alone`` without an engine; ``beside``: engine and network in parallel; ``after the base``: the
+        engine starts after the base of every group, before better tracks; or ``after all``.
         """
         self.kind, self._known, self._groups = kind, known, groups
         self._engine, self._engine_s = engine, engine_s
         self._sizes, self._decodes, self._losses = known.tables(groups)
         self._begins_s, self._before = 0.0, 0.0
         self._base: list[int] = []
-        if kind == "behind the base":
+        if kind == "after the base":
             cheapest, stacks = known.view.ladder.cheapest, known.view.ladder.stacks
             base = known.names.index(cheapest)
             sizes, decodes = self._sizes[:, base], self._decodes[:, base]
@@ -188,7 +188,7 @@ class _Division:
         if picks.shape[1]:
             rows = np.arange(picks.shape[1])
             _, ends = self._known.schedule(self._sizes[rows, picks], self._decodes[rows, picks], self._before)
-        begins_s = ends if self.kind == "behind all" else self._begins_s
+        begins_s = ends if self.kind == "after all" else self._begins_s
         later: Array = np.maximum(ends, begins_s + self._engine_s)
         return later
 

@@ -37,7 +37,7 @@ class KvServe(FrontToBack):
         tracks = view.ladder.tracks
         good = [track for track in tracks if track.total_loss <= self._loss] or [tracks[-1]]
         if view.rate <= 0:
-            return Decision.fetch(group, good[0].name, "no throughput yet: the smallest accurate track")
+            return Decision.fetch(group, good[0].name, "no throughput is known yet: the smallest accurate track")
         latency = {track.name: _latency(view, track) for track in good}
         whole = max(good, key=lambda track: track.total_bytes)
         useful = [track for track in good if latency[track.name] < latency[whole.name]]
@@ -46,7 +46,9 @@ class KvServe(FrontToBack):
         candidates = sorted(useful, key=lambda track: track.total_bytes)[:_CANDIDATES]
         feasible = [track for track in candidates if latency[track.name] <= view.time_left]
         chosen = min(feasible or good, key=lambda track: latency[track.name])
-        return Decision.fetch(group, chosen.name, f"least latency, {latency[chosen.name]:.3g} s for all that is left")
+        return Decision.fetch(
+            group, chosen.name, f"least latency, {latency[chosen.name]:.3g} s for all remaining groups"
+        )
 
 
 def _latency(view: View, track: Track) -> float:

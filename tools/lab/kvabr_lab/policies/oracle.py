@@ -36,9 +36,7 @@ class Oracle(Policy):
     def start(self, view: View) -> None:
         """Read the plan; raise a `PolicyError` outside of simulations."""
         if view.oracle is None:
-            raise PolicyError(
-                "oracle is told what the link will carry: it runs only in a simulation, not over a network"
-            )
+            raise PolicyError("oracle knows the future rate of the link, so it runs only in a simulation")
         plan = view.oracle.plan(view)
         self._engine = plan.engine
         self._goal = dict(plan.requests)
@@ -65,7 +63,7 @@ class Oracle(Policy):
                     return Decision.fetch(group, track, f"planned: {self._goal[group]} in the end")
             # A request has failed, or the engine.
             group = next(iter(missing))
-            return Decision.fetch(group, self._goal.get(group, view.ladder.cheapest), "it was lost")
+            return Decision.fetch(group, self._goal.get(group, view.ladder.cheapest), "the group was lost")
         for group in view.settled.history[self._seen_settled :]:
             if group in self._later:
                 heappush(self._ready, (self._later[group], group))

@@ -169,7 +169,7 @@ class BolaE(FrontToBack):
         reason = f"BOLA: {level_s:.2f} s ahead, {self._placeholder_s:.2f} s of it placeholder"
         if chosen > self._last and chosen > throughput:
             chosen = max(throughput, self._last)
-            reason = f"BOLA-E: no more than the throughput, {level_s:.2f} s ahead"
+            reason = f"BOLA-E: no more than the throughput allows, {level_s:.2f} s ahead"
         excess_s = max(0.0, level_s - self._bola.max_level(chosen))
         self._placeholder_s -= min(excess_s, self._placeholder_s)
         return chosen, reason

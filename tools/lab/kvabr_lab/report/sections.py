@@ -18,14 +18,14 @@ from kvabr_lab.tables import cause_title, short
 from kvabr_lab.totals import Cut, Score
 
 _CAUSE_WORDS = {
-    "too_high": "asked for more than came in time",
-    "too_low": "asked for too little, or ended too early",
+    "too_high": "requested more than arrived in time",
+    "too_low": "requested too little, or ended too early",
     "waited": "ended too late: not worth the time",
     "order": "the bytes in place could have bought a smaller loss",
-    "idle": "requests were out and nothing came: round trips",
+    "idle": "requests were in flight but no data arrived: round trips",
     "wasted": "abandoned, failed and replaced transfers",
     "decode": "arrived, but not decoded in time",
-    "compute": "what the engine could have recomputed",
+    "compute": "groups that the engine could have recomputed",
     "gave_up": "plays without a cache at the end",
     "residual": "not explained by any rule",
 }
@@ -40,7 +40,7 @@ def build(result: dict[str, Any], played: PlayedMatrix, found: Sequence[Cut], wo
     regrets = {row["policy"]: (row["regret_mean"], *row["regret_ci95"]) for row in rows}
     parts = [
         _section("ranking", "Ranking", _ranking_note(result) + svg.ranking(rows, regrets)),
-        _section("wins", "Who wins against whom", _wins(result["comparison"], policies)),
+        _section("wins", "Which policy beats which", _wins(result["comparison"], policies)),
         *(_axis(cut, policies) for cut in found),
         _section("causes", "Where regret comes from", _causes(result, policies)),
         _section("spread", "How regret is spread", _distributions(played, policies)),
@@ -67,7 +67,9 @@ def _ranking_note(result: dict[str, Any]) -> str:
     shared = [names for names in places.values() if len(names) > 1]
     if shared:
         listed = "; ".join(", ".join(names) for names in shared)
-        said += f" In each of these groups the first cannot be told from the others: {listed}."
+        said += (
+            f" In each of these groups the difference between the first and the others is not significant: {listed}."
+        )
     return f'<p class="muted">{escape(said)}</p>'
 
 
@@ -89,7 +91,7 @@ def _wins(comparison: dict[str, Any], policies: Sequence[str]) -> str:
             said = (
                 f"{row} has less regret than {column} in {100 * wins:.1f} % of the plays; mean difference "
                 f"{short(difference)} ({short(low)} to {short(high)}); "
-                + ("told apart" if apart else "cannot be told apart")
+                + ("significant" if apart else "not significant")
             )
             kind = ("win" if difference < 0 else "lose") if apart else "even"
             mark = "" if apart else " ≈"
@@ -97,7 +99,7 @@ def _wins(comparison: dict[str, Any], policies: Sequence[str]) -> str:
         body.append(f'<tr><th scope="row">{escape(row)}</th>{"".join(cells)}</tr>')
     note = (
         "Share of the plays in which the row has less regret than the column. Green: less regret in the mean; red: "
-        "more; ≈: the two cannot be told apart by these plays, all pairs taken together."
+        "more; ≈: the difference is not significant over these plays, corrected for all pairs."
     )
     return f'<p class="muted">{note}</p>' + _table("<th></th>" + head, "".join(body), "families wins")
 

@@ -83,10 +83,15 @@ class RouteLink:
     def __post_init__(self) -> None:
         _check_amounts("link", self)
         if self.bound is not None and self.bound > self.rate:
-            raise UsageError(f"link: a lower bound of {self.bound:g} bytes/s is above the expected {self.rate:g}")
+            raise UsageError(
+                f"link: the lower bound must be at most the expected {self.rate:g} bytes/s, got {self.bound:g}"
+            )
         for begin, end, nbytes in self.coming:
             if not 0 <= begin <= end < math.inf or not 0 <= nbytes < math.inf:
-                raise UsageError(f"link: {nbytes} bytes that are computed from {begin} to {end} s: not possible")
+                raise UsageError(
+                    f"link: bytes and times must be 0 or more, and the end not before the begin, got {nbytes} bytes "
+                    f"from {begin} to {end} s"
+                )
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds to transfer ``nbytes``; infinity if the rate is unknown."""
@@ -139,7 +144,8 @@ class CacheSize:
         _check_amounts("cache", self)
         if not (self.per_token > 0 and self.group_tokens >= 1):
             raise UsageError(
-                f"cache: {self.per_token} bytes a token in groups of {self.group_tokens}; both must be positive"
+                f"cache: bytes per token and tokens per group must be positive, got {self.per_token} and "
+                f"{self.group_tokens}"
             )
 
     @classmethod
@@ -152,7 +158,7 @@ class CacheSize:
             UsageError: No mixture of the tracks reaches the floor.
         """
         if not max_loss >= 0:
-            raise UsageError(f"the quality floor must be a loss of 0 or more nats, got {max_loss}")
+            raise UsageError(f"the quality floor must be 0 or more nats per token, got {max_loss}")
         catalog = catalog.to_play
         ladder = Ladder(catalog)
         chosen = [hull[0] for hull in ladder.layered]
@@ -164,8 +170,8 @@ class CacheSize:
             loss = math.fsum(option.loss for option in chosen)
         if loss > max_loss:
             raise UsageError(
-                f"no tracks of this asset lose at most {max_loss:g} nats per token; its best lose {loss:.3g}: "
-                "allow more, or publish better tracks"
+                f"no tracks of this asset lose at most {max_loss:g} nats per token; its best lose {loss:.3g}: give a "
+                "higher floor, or publish better tracks"
             )
         ends_s = sum(catalog.track(option.track).decode_s * catalog.share(g) for g, option in enumerate(chosen))
         whole = sum(option.bytes for group, option in enumerate(chosen) if not _lasts(catalog, group))

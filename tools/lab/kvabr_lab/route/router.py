@@ -159,7 +159,7 @@ class Router:
             UsageError: An argument is out of range.
         """
         if not 0 <= rtt_s < math.inf:
-            raise UsageError(f"router: a round trip of {rtt_s} s; give a finite time")
+            raise UsageError(f"router: the round trip must be 0 or more seconds and finite, got {rtt_s}")
         if not all(1 <= each <= _MAX_WORKERS for each in workers):
             raise UsageError(
                 f"router: each site must have 1 to {_MAX_WORKERS} workers, got {workers[0]} and {workers[1]}"

@@ -116,7 +116,7 @@ def decide(
 def choose(options: Sequence[Forecast], *, deadline_s: float | None = None, margin_s: float = 0.0) -> Route:
     """Choose among forecasts; see `decide`."""
     if deadline_s is not None and not deadline_s > 0:
-        raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
+        raise UsageError(f"the deadline must be a positive number of seconds, got {deadline_s}")
     if not 0 <= margin_s < math.inf:
         raise UsageError(f"the margin must be 0 or more seconds, got {margin_s}")
     due_s = math.inf if deadline_s is None else deadline_s
@@ -135,7 +135,7 @@ def _handicap(one: Forecast, margin_s: float) -> float:
 
 def _reason(best: Forecast, options: Sequence[Forecast], deadline_s: float | None) -> str:
     if len(options) > 1 and all(math.isinf(one.ttft_s) for one in options if one.place != LOCAL):
-        return f"local prefill takes {_time(best)}; nothing is known of the link yet"
+        return f"local prefill takes {_time(best)}; the rate of the link is not known yet"
     others = [one for one in options if one.place != best.place and math.isfinite(one.ttft_s)]
     against = "; ".join(f"{_WORDS[one.place]} {_time(one)}" for one in others)
     front = f", {best.front_tokens} tokens" if best.place == BOTH else ""
@@ -143,12 +143,12 @@ def _reason(best: Forecast, options: Sequence[Forecast], deadline_s: float | Non
     if against:
         said += f", against {against}"
     if deadline_s is not None and best.bound_s > deadline_s:
-        return f"no place surely meets the deadline of {deadline_s:g} s, this is the soonest: {said}"
+        return f"no site is sure to meet the deadline of {deadline_s:g} s, and this one is the fastest: {said}"
     sooner = [one for one in others if one.ttft_s < best.ttft_s]
     if deadline_s is not None and any(one.bound_s > deadline_s for one in sooner):
-        said += f"; what is expected sooner may miss the deadline of {deadline_s:g} s"
+        said += f"; a site that is expected to be faster may miss the deadline of {deadline_s:g} s"
     elif (spared := max((one.others_s - best.others_s for one in sooner), default=0.0)) > 0:
-        said += f"; what is sooner would make other requests wait {_seconds(spared)} longer"
+        said += f"; a faster site would make other requests wait {_seconds(spared)} longer"
     return said
 
 

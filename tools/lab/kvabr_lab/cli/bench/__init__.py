@@ -9,8 +9,8 @@ from kvabr_lab.cli.bench import blend, codec_speed, rate_distortion, track_quali
 BENCHES = {
     "quality": (track_quality, "size and loss of every level on real text"),
     "rd": (rate_distortion, "rate against KL, ΔNLL, agreement and retrieval, with peers and a plot"),
-    "blend": (blend, "prompts joined from passages: what that loses, and what recomputing restores"),
-    "codec": (codec_speed, "speed of every codec, stage by stage, and of LMCache's"),
+    "blend": (blend, "prompts joined from passages: the loss, and how much of it recomputing restores"),
+    "codec": (codec_speed, "speed of every codec, stage by stage, and of LMCache's codec"),
 }
 
 

@@ -38,7 +38,9 @@ _KINDS = ("text", "facts", "codes")
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the bench."""
-    parser.description = "Measure with the real model what joining passages costs, and what selectors restore."
+    parser.description = (
+        "Measure with the real model the loss of joining passages, and how much of it selectors restore."
+    )
     parser.epilog = _EPILOG
     what = parser.add_argument_group("what to measure on")
     what.add_argument("--texts", type=Path, metavar="DIR", help="folder of *.txt files (default: Python's own texts)")
@@ -53,18 +55,27 @@ def add(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("what to measure")
     add_fields(how, ModelOption)
     how.add_argument(
-        "--selectors", nargs="+", metavar="NAME|FILE.py:CLASS", help="selectors; the first one is also played on tracks"
+        "--selectors",
+        nargs="+",
+        metavar="NAME|FILE.py:CLASS",
+        help="selectors; the first is also measured with compressed tracks",
     )
     how.add_argument(
-        "--shares", type=float, nargs="+", metavar="X", help="shares to recompute (default: 0.05 0.15 0.3)"
+        "--shares", type=float, nargs="+", metavar="X", help="shares of tokens to recompute (default: 0.05 0.15 0.3)"
     )
     how.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="what the model computes in (default: float32)",
+        help="element type of the model (default: float32)",
     )
-    how.add_argument("--contexts", type=int, default=4, metavar="N", help="contexts of the mean (default: 4)")
+    how.add_argument(
+        "--contexts",
+        type=int,
+        default=4,
+        metavar="N",
+        help="contexts over which caches of passages are averaged (default: 4)",
+    )
     how.add_argument("--tracks", nargs="*", metavar="TRACK", help="tracks (default: AC-L0 AC-L1 AC-L2)")
     how.add_argument("--profile", type=Path, metavar="F", help="codec profile, as for encode")
     how.add_argument("--quick", action="store_true", help="two prompts of each kind, one share, one track")
@@ -141,7 +152,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.prompts < 1 or args.passage_tokens < 16 or args.contexts < 1:
         raise UsageError("--prompts and --contexts must be at least 1, --passage-tokens at least 16")
     if not all(0 < share <= 1 for share in args.shares or ()):
-        raise UsageError("--shares must be above 0 and at most 1")
+        raise UsageError("--shares must be more than 0 and at most 1")
     for name in args.selectors or ():
         load_selector(name)
     for track in args.tracks or ():

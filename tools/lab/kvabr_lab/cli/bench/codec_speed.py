@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
         "--models", nargs="+", default=["smollm2", "llama-8b"], metavar="smollm2|DIR|llama-8b",
-        help="llama-8b is its shape alone (default: smollm2 llama-8b)",
+        help="models to measure; llama-8b uses only its shape (default: smollm2 llama-8b)",
     )  # fmt: skip
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to time (default: all)")
     parser.add_argument("--profile", type=Path, metavar="F", help="codec profile of the model, as for encode")
@@ -49,9 +49,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="paths of the coder: portable, avx2 (default: both)",
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=float, default=0.5, metavar="S", help="processor time per stage (default: 0.5)"
+        "--seconds", type=float, default=0.5, metavar="S", help="processor time per stage, seconds (default: 0.5)"
     )
-    parser.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="see tools/setup-peers")
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=Path(".peers"),
+        metavar="DIR",
+        help="folder created by tools/setup-peers (default: .peers)",
+    )
     parser.add_argument(
         "--work", type=Path, default=Path(".bench"), metavar="DIR", help="work folder (default: .bench)"
     )
@@ -79,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     missing = set(args.paths or ()) - set(available_paths())
     if missing or not args.seconds > 0:
         there = ", ".join(available_paths())
-        raise UsageError(f"--paths: this machine supports {there}; --seconds must be positive")
+        raise UsageError(f"--paths must be some of {there}, and --seconds must be positive")
     console, out = Console(stderr=True), output()
     result: dict[str, Any] = {"schema": codec_speed.SCHEMA, "machine": codec_speed.machine()}
     result |= {"coder": [], "tracks": [], "lmcache": [], "over_ideal": {}}

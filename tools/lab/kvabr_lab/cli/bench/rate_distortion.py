@@ -57,7 +57,7 @@ _CONTINUATION = 192
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the bench."""
-    parser.description = "Measure with the real model what every track and its peers cost at which size."
+    parser.description = "Measure with the real model the loss and the size of every track and of other codecs."
     parser.epilog = _EPILOG
     what = parser.add_argument_group("what to measure on")
     what.add_argument("--texts", type=Path, metavar="DIR", help="DOMAIN.txt files (default: .texts, else Python's own)")
@@ -69,16 +69,23 @@ def add(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--contexts", type=int, default=_CONTEXTS, metavar="N", help="contexts per domain (default: 3)")
     what.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help="tokens per prompt (default: 1024)")
     what.add_argument(
-        "--continuation", type=int, default=_CONTINUATION, metavar="M", help="tokens after it (default: 192)"
+        "--continuation",
+        type=int,
+        default=_CONTINUATION,
+        metavar="M",
+        help="tokens after the prompt to measure losses on (default: 192)",
     )
     what.add_argument(
-        "--retrieval", type=int, metavar="N", help="contexts to plant codes in, ten cases each (default: all; 0: none)"
+        "--retrieval",
+        type=int,
+        metavar="N",
+        help="contexts in which to plant codes, ten cases each (default: all; 0: none)",
     )
     how = parser.add_argument_group("what to measure")
     add_fields(how, ModelOption)
     how.add_argument(
         "--whole-windows", action="store_true",
-        help="code a model with sliding windows as if all its layers had full attention (default: class by class)",
+        help="encode a model with sliding windows as if all layers had full attention (default: class by class)",
     )  # fmt: skip
     how.add_argument("--tracks", nargs="+", metavar="TRACK", help="kvabr's tracks (default: all)")
     how.add_argument(
@@ -92,27 +99,38 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--calibrate", type=int, metavar="N",
         help="calibrate profiles with N contexts, as `kvabr calibrate` does, and keep them in the work folder",
     )  # fmt: skip
-    how.add_argument("--calibrate-tokens", type=int, metavar="N", help="tokens of each of these (default: 1024)")
     how.add_argument(
-        "--target-kl", type=float, metavar="X", help="with --calibrate: choose the steps by loss, as `kvabr calibrate`"
+        "--calibrate-tokens", type=int, metavar="N", help="with --calibrate: tokens of each context (default: 1024)"
     )
-    how.add_argument("--target-track", metavar="TRACK", help="the track that --target-kl is for (default: AC-5x)")
+    how.add_argument(
+        "--target-kl",
+        type=float,
+        metavar="X",
+        help="with --calibrate: choose the steps by loss, as `kvabr calibrate` does",
+    )
+    how.add_argument("--target-track", metavar="TRACK", help="track that must meet --target-kl (default: AC-5x)")
     how.add_argument(
         "--step-scale", type=float, nargs="+", metavar="X",
         help="with --calibrate: a profile for every scale of the steps, for more points on the curve (default: 1)",
     )  # fmt: skip
     how.add_argument(
         "--group-tokens", type=int, nargs="+", default=(), metavar="N",
-        help="tokens per group; for further values only sizes are compared (default: the model's)",
+        help="tokens per group; with several values, the others are compared only by size (default: the model's)",
     )  # fmt: skip
-    how.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="see tools/setup-peers")
+    how.add_argument(
+        "--peers",
+        type=Path,
+        default=Path(".peers"),
+        metavar="DIR",
+        help="folder created by tools/setup-peers (default: .peers)",
+    )
     how.add_argument(
         "--cachegen", nargs="+", default=["CacheGen"], choices=("CacheGen", "CacheGen-low", "CacheGen-32"),
-        help="levels of CacheGen: LMCache's only one, a coarser and a finer one (default: CacheGen)",
+        help="levels of CacheGen: LMCache's only one, a coarser one (low) and a finer one (32) (default: CacheGen)",
     )  # fmt: skip
     how.add_argument(
         "--kvtc", type=float, nargs="+", default=(), metavar="X",
-        help="KVTC's recipe at these ratios to 16 bits, such as 8 16 32; learning its transforms takes minutes",
+        help="also measure KVTC at these compression ratios, such as 8 16 32; learning its transforms takes minutes",
     )  # fmt: skip
     out = parser.add_argument_group("output")
     out.add_argument("--work", type=Path, default=Path(".bench"), metavar="DIR", help="work folder (default: .bench)")
@@ -144,7 +162,9 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(args.model, console, whole_windows=True)
     spec = loaded.engine.spec
     if len(spec.classes) > 1 or spec.only.halves == 1:
-        raise ModelError(f"{spec.model} has layers of several shapes, or keys unlike values ({spec.summary})")
+        raise ModelError(
+            f"{spec.model} has layers of several shapes, or keys and values of different shapes ({spec.summary})"
+        )
     if not args.whole_windows:
         spec = spec_of(loaded.engine.model, name=spec.model, tokenizer=spec.tokenizer, dtype=spec.dtype)
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
@@ -204,9 +224,9 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
     if args.retrieval is not None and args.retrieval < 0:
         raise UsageError("--retrieval must be 0 or more")
     if args.repeated and args.texts is not None:
-        raise UsageError("--repeated makes its texts, --texts reads them: leave out one")
-    _check_each("--group-tokens takes sizes from 1 to 65536", args.group_tokens, 1, 65536)
-    _check_each("--kvtc takes ratios from 1.1 to 256", args.kvtc, 1.1, 256)
+        raise UsageError("--repeated and --texts exclude each other: one makes texts, the other reads them")
+    _check_each("--group-tokens must be from 1 to 65536", args.group_tokens, 1, 65536)
+    _check_each("--kvtc must be from 1.1 to 256", args.kvtc, 1.1, 256)
     from kvabr.cli.calibrate import AC_TRACKS, target_of
     from kvabr_lab.bench.calibrated import CalibrationPlan
 
@@ -214,16 +234,16 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
         if any(
             given is not None for given in (args.calibrate_tokens, args.target_kl, args.target_track, args.step_scale)
         ):
-            raise UsageError("--calibrate-tokens, --target-kl, --target-track and --step-scale are for --calibrate N")
+            raise UsageError("--calibrate-tokens, --target-kl, --target-track and --step-scale need --calibrate")
         return None
     if args.profile is not None:
-        raise UsageError("--profile gives profiles, --calibrate makes them: leave out one")
+        raise UsageError("--profile and --calibrate exclude each other: one reads profiles, the other makes them")
     if args.calibrate < 1:
-        raise UsageError("--calibrate takes at least 1 context")
+        raise UsageError("--calibrate must be at least 1")
     if args.target_track not in (None, *AC_TRACKS):
         raise UsageError(f"--target-track {args.target_track}: must be one of {', '.join(AC_TRACKS)}")
     scales = args.step_scale or [1.0]
-    _check_each("--step-scale takes scales from 0.01 to 100", scales, 0.01, 100)
+    _check_each("--step-scale must be from 0.01 to 100", scales, 0.01, 100)
     target = target_of(args.target_kl, args.target_track)
     return CalibrationPlan(args.calibrate, args.calibrate_tokens, target, tuple(scales))
 
@@ -241,7 +261,7 @@ def _texts(args: argparse.Namespace) -> dict[str, str]:
 
 def _check_each(takes: str, given: Sequence[float], least: float, limit: float) -> None:
     if not all(least <= number <= limit for number in given) or len(set(given)) < len(given):
-        raise UsageError(f"{takes}, each once")
+        raise UsageError(f"{takes}, each given only once")
 
 
 def _print(console: Console, lines: Sequence[str]) -> None:
@@ -261,5 +281,5 @@ def _profiles(spec: KVSpec, paths: list[Path] | None) -> dict[str, Profile]:
     else:
         found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(spec, path) for path in paths}
     if paths is not None and len(found) < len(paths):
-        raise UsageError("two profiles have the same file name, which labels the results: rename one")
+        raise UsageError("two profiles have the same file name, which would label their results: rename one")
     return {label: profile for label, profile in found.items() if profile is not None}

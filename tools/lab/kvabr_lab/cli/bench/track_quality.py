@@ -34,8 +34,8 @@ _NOISE = 1e-4
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the bench."""
     parser.description = (
-        "Measure with the real model what every compression level costs, and whether the losses of mixed "
-        "caches are predicted."
+        "Measure with the real model the loss of every compression level, and how well the losses of mixed caches "
+        "are predicted."
     )
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -43,7 +43,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="tokens of each prompt (default: 1024)")
     parser.add_argument(
-        "--continuation", type=int, default=256, metavar="M", help="tokens to measure losses on (default: 256)"
+        "--continuation",
+        type=int,
+        default=256,
+        metavar="M",
+        help="tokens after the prompt to measure losses on (default: 256)",
     )
     add_fields(parser, ModelOption)
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="levels to measure (default: all)")
