@@ -73,7 +73,7 @@ class KeyedSettings(EngineSettings):
     lookup_s: Seconds = 1.0
     """Seconds that a lookup may take; then the cache counts as missing."""
     step_tokens: Count | None = None
-    """Maximum tokens per step of the engine. None: SGLang's ``--chunked-prefill-size``, otherwise 2,048."""
+    """Maximum number of tokens per step of the engine. None: SGLang's ``--chunked-prefill-size``, otherwise 2,048."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
