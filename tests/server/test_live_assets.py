@@ -96,7 +96,7 @@ WRONG = {
     "another prefill": ([news(0, "1" * 16)], "the message belongs to another prefill of this prompt", 0),
     "out of order": ([news(0), news(2)], "received group 2, expected 1", 1),
     "another digest later": ([news(0), replace(news(0), frames=news(1).frames)], "received group 0, expected 1", 1),
-    "longer than the catalog": ([*map(news, range(GROUPS + 1))], "received group 3, but the live catalog has 3 groups", 3),
+    "longer than the catalog": ([*map(news, range(GROUPS + 1))], "received group 3, but the live catalog has 3", 3),
     "no base": ([news(0, names=())], "group 0 has no track that stands alone", 0),
     "an unknown track": (
         [replace(news(0), frames={**news(0).frames, "more": (1, "0" * 64)})],
