@@ -248,7 +248,7 @@ class NewsOrder:
         check_kind(news, self._catalog.digest_kind)
         group, groups = news.group, len(self._catalog.chunks)
         if group >= groups:
-            raise FormatError(f"received group {group}, but the live catalog has {groups} groups")
+            raise FormatError(f"received group {group}, but the live catalog has {groups}")
         if new := group == self.groups:
             self._check_base(news)
             due = self.tracks(group)

@@ -47,7 +47,7 @@ def test_defaults_and_values(kind, tmp_path):
         ("store_mib", -1, "store_mib is -1: it must be greater than or equal to 0"),
         ("model", 7, "model is 7: it must be a valid string"),
         ("publish", 7, "publish is 7: it must be "),
-        ("policy", "sloth", "policy is 'sloth': unknown policy 'sloth'; there are .*anytime"),
+        ("policy", "sloth", "policy is 'sloth': unknown policy 'sloth'; choose from .*anytime"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(kind, key, value, says):

@@ -93,7 +93,7 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
 
 KEY = "0" * 16
 WRONG = {
-    "another prefill": ([news(0, "1" * 16)], "the message belongs to another prefill", 0),
+    "another prefill": ([news(0, "1" * 16)], "the message belongs to another prefill of this prompt", 0),
     "out of order": ([news(0), news(2)], "received group 2, expected 1", 1),
     "another digest later": ([news(0), replace(news(0), frames=news(1).frames)], "received group 0, expected 1", 1),
     "longer than the catalog": ([*map(news, range(GROUPS + 1))], "received group 3, but the live catalog has 3", 3),
@@ -173,7 +173,7 @@ async def test_a_producer_that_announces_and_never_publishes(root, tls):
             (asset,) = server.source.live.assets
             asset.changed_s -= live_assets.STALLED_S
             await until(lambda: asset.over)
-            assert (await player.news(0)).reason == "has published nothing for 600 s"
+            assert (await player.news(0)).reason == "its producer has published nothing for 600 s"
             assert (await player.get("FP16")).code == RequestCode.INVALID_RANGE
 
 

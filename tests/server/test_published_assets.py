@@ -153,7 +153,7 @@ def edit(path, before, after):
         (lambda a: edit(a.catalog, "kvabr.catalog/1", "kvabr.catalog/9"), "upgrade"),
         (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "kvabr.catalog"'), "is reserved"),
         (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "prefix.AA"'), "is reserved"),
-        (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m" * 4000), "longer than 4096"),
+        (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m" * 4000), "at most 4096"),
         (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m"), "its namespace has 'mtest/model'"),
         (lambda a: edit(a.catalog, BAD[0], "x"), "64 hex digits"),
         (lambda a: edit(a.catalog, f'"prompt": "{BAD[1]}', f'"prompt": "{"0" * 64}'), "of another prompt"),

@@ -99,7 +99,7 @@ async def test_a_served_process_reads_tokens_and_certificates_again(tmp_path):
             await until(lambda: connection.closed)
         async with await dialled(first, "two") as old:
             second = certify()
-            await served.event("certificate read again")
+            await served.event("certificate reloaded")
             async with await dialled(second, "two"):
                 pass
             with pytest.raises(TransportError):

@@ -310,7 +310,7 @@ def cache_kv(cache: Any, spec: KVSpec, tokens: int) -> tuple[torch.Tensor, ...]:
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise ModelError(
-            f"{type(cache).__name__} is not a cache of transformers; pass the past_key_values of an output"
+            f"a {type(cache).__name__} is not a cache of transformers; pass the past_key_values of an output"
         )
     count, places = len({layer for each in spec.classes for layer in each.layers}), held_layers(cache)
     if len(places) != count:

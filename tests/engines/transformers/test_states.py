@@ -158,7 +158,7 @@ def test_an_engine_goes_on_behind_its_own_snapshots(name):
     )
     again = engine.prefill_classes(second, twice)  # the last of several snapshots counts
     assert all(torch.equal(one, other) for one, other in zip(more, again, strict=True))
-    with pytest.raises(ModelError, match="not a cache of"):
+    with pytest.raises(ModelError, match="the cache does not fit"):
         engine.prefill_classes(second, tuple(kv[..., :-1, :] for kv in before))
     cost = PrefillCost.fit(time_prefills(engine, [1] * 128, repeats=1))
     assert cost.seconds(0, 100) > 0
@@ -241,7 +241,7 @@ def test_what_cannot_be_published(tmp_path):
         publish_cache(publisher, engine, late, PREFIX)
     with pytest.raises(UsageError, match="none between token 128 and 128"):
         publish_cache(publisher, engine, prefill_prompt(engine, IDS[:128]), IDS[:128])
-    with pytest.raises(ModelError, match="tuple is not a cache"):
+    with pytest.raises(ModelError, match="a tuple is not a cache"):
         publish_cache(publisher, engine, (), PREFIX)
     with pytest.raises(ModelError, match="the cache has 2 layers, but"):
         publish_cache(publisher, engine, prefill_prompt(tiny("Mamba-2"), IDS), IDS)

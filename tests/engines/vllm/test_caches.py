@@ -105,7 +105,7 @@ def test_a_stage_of_a_pipeline_has_all_tables_and_some_layers():
 @pytest.mark.parametrize(
     ("kept", "what"),
     [
-        (spec("RSWASpec"), "as RSWASpec; kvabr exchanges FullAttentionSpec, .* and MambaSpec"),
+        (spec("RSWASpec"), "as RSWASpec; kvabr supports FullAttentionSpec, .* and MambaSpec"),
         (spec("FullAttentionSpec", sliding_window=64), "without --disable-hybrid-kv-cache-manager"),
         (spec("FullAttentionSpec", attention_chunk_size=64), "ALLOW_CHUNKED_LOCAL_ATTN"),
         (spec("FullAttentionSpec", dtype=torch.uint8), "in uint8 instead of bfloat16"),
@@ -114,7 +114,7 @@ def test_a_stage_of_a_pipeline_has_all_tables_and_some_layers():
         (spec("MLAAttentionSpec", tokens_per_state=4), "several tokens per state"),
         (spec("FullAttentionSpec", non_causal=True), "attention to later tokens"),
         (spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=3), "beyond its window"),
-        (spec("FullAttentionSpec", head_size=1 << 20), "k_dim is 1048576"),
+        (spec("FullAttentionSpec", head_size=1 << 20), "k_dim must be .* got 1048576"),
     ],
 )
 def test_caches_that_kvabr_does_not_know(kept, what):

@@ -31,7 +31,7 @@ def test_repeated_texts_are_the_same_every_time_and_compress_well():
     for name, text in texts.items():
         assert len(zlib.compress(text.encode())) < len(text) / (1.5 if name == "hexdump" else 4), name
     assert list(chosen(texts, ["base64", "one-word"])) == ["base64", "one-word"]
-    with pytest.raises(UsageError, match="no text for python; there is one-word, line-breaks"):
+    with pytest.raises(UsageError, match="no text for python; available: one-word, line-breaks"):
         chosen(texts, ["python"])
 
 

@@ -173,7 +173,7 @@ async def test_an_origin_that_is_killed_ends_the_replay(asset, shaper):
             if not playing.done():
                 break
         os.kill(origin.pid, signal.SIGKILL)
-        with pytest.raises(TransportError, match="died"):
+        with pytest.raises(TransportError, match="has exited"):
             await asyncio.wait_for(playing, LIMIT_S)
 
 

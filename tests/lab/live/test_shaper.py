@@ -132,7 +132,7 @@ def test_a_shaper_that_is_killed_or_cannot_start_says_so():
     with Shaper(("127.0.0.1", 9)) as shaper:
         os.kill(shaper.pid, signal.SIGKILL)
         assert gone(shaper.pid)
-        with pytest.raises(TransportError, match="died"):
+        with pytest.raises(TransportError, match="has exited"):
             shaper.stats()
     with pytest.raises(TransportError, match="cannot start"):
         Shaper(("127.0.0.1", 9), host="192.0.2.1")
