@@ -159,7 +159,7 @@ class Assembler:
             ForeignError: the profile is of another model.
             UsageError: ``out`` has the wrong shape or type, or there are several layer classes, which need new tensors.
         """
-        if profile is not None:
+        if profile is not None and profile.spec != catalog.spec:  # group sizes may differ
             profile.check(catalog.spec)
         if not catalog.every_token and catalog.chosen is None:
             raise UsageError(f"{catalog.spec.model}: the catalog has groups that no play needs; give catalog.to_play")
