@@ -16,7 +16,7 @@ WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 SLOT_SHARE = 1 / 200
 """Samples are merged until they span this share of the deadline; rates are not measured more often."""
-LOW_SHARE = 0.5
+LOW_SHARE = 0.6
 """Lower bound of an uncertain rate, as a share of the estimate."""
 _MIN_CONFIDENCE = 0.5
 """Minimum confidence for policies to see the rate of earlier plays."""
@@ -201,7 +201,7 @@ _MIN_LOG = -3.0
 
 
 class Tracking(MergedSamples):
-    """The smaller of a fast and a slow mean, restarted after drops; its bound is half of that.
+    """The smaller of a fast and a slow mean, restarted after drops; its bound is a fixed share of that.
 
     The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection is a
     cumulative sum (Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past
@@ -262,7 +262,7 @@ class Tracking(MergedSamples):
         return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
 
     def lower_bound(self) -> float:
-        """Return half the rate; recorded links carry more in nearly every stretch of a play."""
+        """Return a fixed share of the rate; recorded links carry more in nearly every stretch of a play."""
         return LOW_SHARE * self.rate()
 
     def _restart(self, rate: float, seconds: float) -> None:

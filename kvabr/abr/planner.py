@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from kvabr.abr.belief import MIN_WAIT_S, RATE_TOLERANCE, TIME_TOLERANCE, UNKNOWN_TTFB_S, Belief, LinkBelief
 from kvabr.abr.policy import Decision, Division
-from kvabr.abr.time_planner import MAX_PARTS, UNAVAILABLE_LOSS, TimePlanner
-from kvabr.abr.view import View
+from kvabr.abr.time_planner import UNAVAILABLE_LOSS, TimePlanner
+from kvabr.abr.view import MAX_PARTS, View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED

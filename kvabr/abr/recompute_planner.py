@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kvabr.abr.time_planner import MAX_PARTS
-from kvabr.abr.view import GroupSet, View
+from kvabr.abr.view import MAX_PARTS, GroupSet, View
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 

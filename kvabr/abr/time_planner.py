@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvabr.abr.belief import Belief
 from kvabr.abr.shared_work import Divisions, SharedWork, better, with_mixtures
-from kvabr.abr.view import Transfer, View, excess
+from kvabr.abr.view import MAX_PARTS, Transfer, View, excess
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_computed
 
@@ -35,8 +35,6 @@ _MIN_TIME_PRICE = 1e-4
 """Minimum time price to multiply by these factors, nats per second."""
 _REPLACED_BYTE_PRICE = 6.0
 """Price of a replaced byte, relative to a requested one: other plays could have used it."""
-MAX_PARTS = 64
-"""Maximum number of parts of a long prompt in a division, each on one track; likewise of engine stops."""
 _LATE_SECOND_COST = 1e3
 """Price of a second after the deadline, nats per token; prefers plans that end in time."""
 _SIMILAR_FACTOR, _EQUAL_FACTOR = 16.0, 1.25
@@ -251,13 +249,13 @@ class TimePlanner:
         """Set where a suffix engine computes the rest, amplifying errors right before; None: no engine."""
         self._cut = group if self._rest_factors is not None else None
 
-    def by_loss(self, track: str) -> list[int]:
-        """Return all groups by their loss on a track, the largest first; about equal ones in order.
+    def smallest_first(self, track: str) -> list[int]:
+        """Return all groups by their loss on a track, the smallest first; about equal ones in order.
 
         Neighbours that are requested together share a range of an object store.
         """
-        losses = _rounded(np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE), _EQUAL_FACTOR)
-        order: list[int] = np.lexsort((np.arange(losses.size), -losses)).tolist()
+        losses = np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE)
+        order: list[int] = np.argsort(_rounded(losses, _EQUAL_FACTOR), kind="stable").tolist()
         return order
 
     def lost(self) -> float:

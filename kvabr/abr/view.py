@@ -103,6 +103,8 @@ class GroupSet(MutableSet[int]):
 
 
 T = TypeVar("T")
+MAX_PARTS = 64
+"""Maximum number of parts into which a decision divides a long prompt; more groups are scanned less often."""
 
 
 @dataclass(slots=True)
@@ -371,7 +373,7 @@ class View:
     def __post_init__(self) -> None:
         self.catalog = self.ladder.catalog
         self.groups = self.edge = self.catalog.groups
-        self.keeps = (self.groups - 1) // 64
+        self.keeps = (self.groups - 1) // MAX_PARTS
         self.track_of, self.settled = TrackOf(self.groups, self.changes), Settled(self.changes)
         self.missing_groups = GroupSet(self.groups)
         self.in_flight = InFlight(self.ladder.tracks[0].bytes)
