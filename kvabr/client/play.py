@@ -1,10 +1,11 @@
 """Check, prepare and run plays, from the arguments of a call to the end.
 
-Preparing a found asset fetches its codec profile, selects the decodable tracks, and chooses the part to fetch.
+Preparing a found asset fetches its codec profile, selects the tracks that can be decoded, and chooses the prefix to
+fetch.
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
 `IncompleteError`. A prefix play is for an engine that computes the rest itself (vLLM, SGLang): it returns the groups
-before the first miss.
+before the first missing one.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ from kvabr.types.media import MediaTokens
 from kvabr.types.words import counted
 
 _PROFILE_SHARE = 0.3
-"""Share of the time left for fetching a profile; then tracks that need it are omitted."""
+"""Fraction of the time left that may be spent fetching a profile; without it, tracks that need it are omitted."""
 _LOOKUP_SHARE = 0.25
-"""Least share of the deadline for a lookup, even if the engine could then be late."""
+"""Minimum fraction of the time left for a lookup, even if the engine could then be late."""
 _MAX_PREFIXES = 16
-"""Most prefixes to consider if the engine cannot continue at every group."""
+"""Maximum number of prefixes to consider if the engine cannot continue at every group."""
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
-"""Least share of the deadline for a play after a slow lookup."""
+"""Minimum fraction of the deadline for a play after a slow lookup: of a whole cache, and of a prefix."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
-"""Smaller tensors do not fill huge pages."""
+"""Tensors of fewer bytes are not placed in huge pages."""
 
 
 def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
@@ -97,7 +98,7 @@ def engine_of(
 
 
 def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
-    """Return the model of a play for `ClientPeer.find`, and whether any group size is accepted."""
+    """Return the model to look up, and True if any group size is accepted."""
     if engine is None:
         return model, False
     if isinstance(model, KVSpec):
@@ -123,14 +124,14 @@ class Prepared:
     sha256: str
     limited_by: str | None
     engine_tokens: int = 0
-    """Tokens at its end that the engine computes, with the question or because that is faster."""
+    """Tokens at the end of the asset that the engine computes, with the question or because that is faster."""
     cut: str | None = None
     tail: int = 0
-    """Of these, tokens computed with the question, on the fetched cache."""
+    """Of these, the tokens computed with the question, on the fetched cache."""
     tail_s: float = 0.0
-    """Seconds that they add."""
+    """Seconds that the engine takes for the tail."""
     growing: GrowingCatalog | None = None
-    """For an asset still being prefilled."""
+    """Catalog of an asset still being prefilled; None if it is complete."""
 
     @property
     def catalog(self) -> Catalog:
@@ -143,8 +144,8 @@ async def prepare(
 ) -> Prepared:
     """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
 
-    The engine has the first ``skip`` groups. If it computes ``uncached`` tokens, less may be played than was found
-    (`shortened`, `kvabr.abr.tail`).
+    The engine has the first ``skip`` groups, and computes ``uncached`` tokens after the asset. If ``uncached`` is
+    given, the prefix may become shorter than the asset (`shortened`, `kvabr.abr.tail`).
 
     Raises:
         FormatError: none of the asset's tracks can be decoded here.
@@ -152,7 +153,7 @@ async def prepare(
         UsageError: everything is skipped.
     """
     catalog = found.to_play
-    with suppress(TransportError, TimeoutError):  # its requests report the error
+    with suppress(TransportError, TimeoutError):  # later requests report the error
         async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
             await call.connection.reach()
     if call.engine is not None and call.options.prefill_cost is None:
@@ -206,7 +207,7 @@ async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None,
 
 
 def pays(catalog: Catalog) -> bool:
-    """Return whether profile and cheapest track are smaller than the cheapest track without a profile."""
+    """Return True if profile and cheapest track are smaller than the cheapest track without a profile."""
     try:
         plain = playable(catalog, profile=False)
     except FormatError:
@@ -222,7 +223,7 @@ def _ladder(catalog: Catalog) -> Ladder:
 
 
 def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: Prior) -> bool:
-    """Return whether an engine finishes before a typical lookup."""
+    """Return True if an engine finishes before a typical lookup, and the objective prefers that."""
     if cost is None or not (policy_class(options.policy).divides and options.time_price > 0):
         return False
     return math.isfinite(options.gpu_price) and computed_before_a_lookup(cost, tokens, link.ttfb_s)
@@ -252,9 +253,10 @@ def tail_choices(
     """Return possible divisions of a prefix between network and engine, and the expected cost of a play with each.
 
     ``catalog`` is from `Found.to_play`. Without a ``cost`` there is no engine, and a tail only if the options set one.
-    ``rate`` in bytes per second, 0.0 if unknown; ``left_s`` to the deadline; ``following`` tokens always computed after
-    the prefix; ``skip`` leading groups that the engine has; ``block`` size in tokens; ``decoders`` work in parallel.
-    ``divides``: the engine may compute everything if that costs less.
+    ``rate`` is in bytes per second, 0.0 if unknown; ``left_s``: seconds to the deadline; ``following``: tokens after
+    the prefix, which the engine always computes; ``skip``: leading groups that the engine has; ``block``: block size in
+    tokens; ``decoders``: number of decoders in parallel. ``divides``: the engine may compute everything if that costs
+    less.
     """
     most = (0 if cost is None else MAX_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, limit=most, skip=skip, block=block)
@@ -276,8 +278,8 @@ def shortened(
 ) -> Catalog:
     """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
 
-    It is the whole prefix if the engine can continue at every group, or the link is unknown. Arguments as for
-    `tail_choices`; ``uncached``: tokens of the prompt without a cache.
+    Returns the whole prefix if the engine can continue at every group, or if the link is unknown. ``uncached``: tokens
+    after the whole prefix, which the engine computes; other arguments as for `tail_choices`.
     """
     kinds = {only.kind for only in catalog.spec.classes}
     if kinds <= {"full", "latent"} or link.rate <= 0:
@@ -323,7 +325,7 @@ class EndedPlay:
 
     @property
     def assembler(self) -> Assembler:
-        """Holds the cache."""
+        """The assembler, which holds the cache."""
         return self.driver.assembler
 
 
@@ -339,7 +341,7 @@ async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt |
 async def play_prefix(call: PlayCall, prepared: Prepared, uncached: int) -> EndedPlay:
     """Play a prefix until time is up, and leave it compressed.
 
-    Wait for groups that should arrive before the engine could compute them. The deadline includes computing the
+    Waits for groups that should arrive before the engine could compute them. The deadline includes computing the
     prompt's ``uncached`` tokens.
     """
     uncached += prepared.engine_tokens + call.options.question_tokens
@@ -376,7 +378,7 @@ async def _run(
         raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
     rates = options.decode_share or SharedDecodeRate(call.memory.speeds.rates(catalog, call.device), call.plays)
     cost_s = rest_s
-    if coded:  # it is expanded after its arrival
+    if coded:  # expanded after its arrival
         cheapest = ladder.cheapest
         cost_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / call.decoders
     wanted_s, end_s = _times(call, cost_s, prefix=isinstance(goal, PrefixGoal))
@@ -409,7 +411,7 @@ async def _run(
                 LIVE,
                 gpu_price=options.gpu_price,
                 time_price=options.time_price,
-                # A joined prompt's goal has its own limit.
+                # The goal of a joined prompt has its own limit.
                 max_loss=math.inf if isinstance(goal, BlendGoal) or options.max_loss is None else options.max_loss,
                 decoders=call.decoders,
                 together=assembler.together,
@@ -440,9 +442,10 @@ async def _run(
 
 
 def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float]:
-    """Return the seconds until the groups are due, and until the play ends without them.
+    """Return the seconds until the groups are due, and until the play ends even if some are missing.
 
-    ``cost_s`` is later work; it gets at most half of the deadline, since more would cost too much quality.
+    ``cost_s``: seconds of work after the play. It gets at most half of the deadline, since more would cost too much
+    quality.
     """
     deadline_s, least, end_s = call.clock.deadline_s, _MIN_PREFIX_SHARE, call.clock.left()
     if not prefix:
@@ -455,16 +458,16 @@ def _remember(call: PlayCall, prepared: Prepared, *, warmed: bool) -> None:
     memory, catalog, profile = call.memory, prepared.catalog, prepared.profile
     call.save_costs()
     if memory.history.path is not None:
-        # Not in decoder threads: they must not wait for a disk.
+        # Outside the decoder threads, which must not wait for a disk.
         asyncio.get_running_loop().run_in_executor(None, memory.history.save)
     if not warmed and (profile is not None or catalog.profile is None) and memory.speeds.lacks(catalog, call.device):
         asyncio.get_running_loop().run_in_executor(None, memory.speeds.measure, catalog, profile, call.device)
 
 
 def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
-    """Receive groups in pinned memory for a GPU, and try and measure its kernels.
+    """Receive groups in pinned memory for a GPU, and compile, check and measure its kernels.
 
-    Return whether a thread does the latter; until then the processor decodes.
+    Return True if a thread does the latter; until it ends, the processor decodes.
     """
     if call.device is None:
         return False
@@ -486,10 +489,10 @@ def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
 
 
 def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
-    """Start upgrades of a returned cache, for ``after_s`` seconds at most."""
+    """Start upgrades of a returned cache; they end after ``after_s`` seconds at most."""
     options, connection, session = call.options, call.connection, played.driver.session
     view, assembler, ladder = session.view, played.assembler, played.prepared.ladder
-    # A running engine has moved on from a state: upgrades of it are useless.
+    # A running engine has changed its recurrent state: upgrades of the old state would be useless.
     kinds = view.catalog.spec.classes
     final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
     tracks = zip(assembler.coverage, final, strict=True)
@@ -521,7 +524,7 @@ def _late(log: Log, begun_s: float, event: PlayEvent) -> None:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised contiguous tensor, in huge pages if available; raise `RuntimeError` without memory."""
+    """Return an uninitialised contiguous tensor, in huge pages if large; raise `RuntimeError` if out of memory."""
     count = math.prod(shape)
     if count * dtype.itemsize < _MIN_HUGE_BYTES:
         return torch.empty(shape, dtype=dtype)
