@@ -36,7 +36,7 @@ _HOW = (
     "name the cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
     "parts), or give the prompt: --text FILE --model smollm2"
 )
-_NOT_KEPT_STATUS = 3
+_NOT_STORED_STATUS = 3
 """Exit status of a complete play with groups or a profile that could not be kept on disk."""
 _METRIC = "kvabr_client_failed_writes_total"
 
@@ -142,7 +142,7 @@ def run(args: FetchCommand) -> int:
             producer = ", and no producer has started to prefill it" if args.play.wait_for_producer_s else ""
             why = f"no part of this prompt is cached at the origin{producer}"
         raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
-    return _NOT_KEPT_STATUS if result["unkept"] else 0
+    return _NOT_STORED_STATUS if result["unkept"] else 0
 
 
 add = command(FetchCommand, run)
@@ -337,14 +337,14 @@ def _print_result(args: FetchCommand, played: Played, tokens: int) -> None:
 
     record = played.record
     groups = len(played.coverage)
-    shares = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
+    counts = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
     of = f" of {tokens}" if tokens else ""
     tail = 0 if played.catalog is None else played.catalog.tail
     verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
     lines = [
         f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
         f"{counted(groups, 'group')}: "
-        + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
+        + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in counts.items()),
         f"expected loss {played.loss:.2g} nats per token"
         + (f" after {counted(tail, 'token')} that an engine computes" if tail else ""),
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",

@@ -215,15 +215,15 @@ def _check(asset: Asset) -> list[str]:
     from kvabr.replay.verify import load_profile
 
     bad: list[str] = []
-    parts: list[Callable[[], object]] = [lambda: load_profile(asset)]
+    reads: list[Callable[[], object]] = [lambda: load_profile(asset)]
     if asset.has_prompt():
-        parts.append(asset.prompt)
+        reads.append(asset.prompt)
     for name, track in asset.catalog.published.items():
-        parts += [partial(asset.frame, group, name) for group in range(len(track.bytes))]
-    for part in parts:
+        reads += [partial(asset.frame, group, name) for group in range(len(track.bytes))]
+    for read in reads:
         try:
-            part()
+            read()
         except KvabrError as error:
             bad.append(str(error))
-    plain(*(f"bad: {line}" for line in bad), f"checked {counted(len(parts), 'part')}: {len(bad)} bad")
+    plain(*(f"bad: {line}" for line in bad), f"checked {counted(len(reads), 'part')}: {len(bad)} bad")
     return bad

@@ -79,14 +79,14 @@ class EngineCache:
             return engine.reside(catalog.tokens)
         return None
 
-    def _place(self, room: ResidentCache, groups: int) -> None:
+    def _place(self, resident: ResidentCache, groups: int) -> None:
         coverage = self._assembler.coverage[:groups]  # read first: a group that arrives during the copy is copied again
         before, ends = self._assembler.before(groups), self._catalog.tokens_before
         changed = [group for group in range(groups) if coverage[group] != self._held[group]]
         for _, run in groupby(enumerate(changed), lambda each: each[1] - each[0]):
             some = [group for _, group in run]
             begin, end = ends(some[0]), ends(some[-1] + 1)
-            room.place(begin, before[:, :, :, begin:end])
+            resident.place(begin, before[:, :, :, begin:end])
         self._held[:groups] = coverage
 
 
@@ -262,7 +262,7 @@ class Driver:
             download.cancel()  # its read ends with an error, which the session ignores
 
     async def _read(self, action: FetchGroup, download: GroupReader) -> None:
-        kept = len(download.data) == action.bytes  # a pushed group may arrive before its announcement
+        received_before = len(download.data) == action.bytes  # a pushed group may arrive before its announcement
         try:
             await self._receive(action, download)
         except PolicyError as error:
@@ -278,7 +278,9 @@ class Driver:
         else:
             self._reads.pop(action.request, None)
             self._frames[action.request] = download
-            self._report(partial(self.session.done, limit="kept" if kept else download.limit), action.request)
+            self._report(
+                partial(self.session.done, limit="kept" if received_before else download.limit), action.request
+            )
         finally:
             download.cancel()
 
@@ -329,15 +331,15 @@ class Driver:
             placed, seconds = await self._loop.run_in_executor(decoders(), work)
         except Exception as error:  # noqa: BLE001  # any device error
             placed, seconds = [error] * len(batch), 0.0
-        shares = self._shares(actions, seconds)
-        for action, (_, layers), result, share in zip(actions, batch, placed, shares, strict=True):
+        seconds_each = self._seconds_each(actions, seconds)
+        for action, (_, layers), result, own_s in zip(actions, batch, placed, seconds_each, strict=True):
             if isinstance(result, Exception):
                 self._refuse(action, layers, result)
                 continue
             for request in (*action.below, action.request):
                 self._frames.pop(request, None)
             if self._hook is None or isinstance(result, Placement) or await self._written(self._hook, action, result):
-                self._report(partial(self.session.decoded, seconds=share), action.request)
+                self._report(partial(self.session.decoded, seconds=own_s), action.request)
 
     def _decoded(self, batch: Sequence[tuple[int, Sequence[Layer]]]) -> Sequence[Any]:
         if self._over.done():
@@ -357,7 +359,7 @@ class Driver:
             self._report(partial(self.session.stop, reason=message_of(error)))
         return self.engine_error is None
 
-    def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
+    def _seconds_each(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
         view = self.session.view
         if self.assembler.coded:
             return [None] * len(actions)

@@ -114,12 +114,12 @@ def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
     If plays use the engine, call this in the engine's thread. ``tokens``: ids of any text. Raises `ModelError` if they
     do not fit the model.
     """
-    kept = _of(engine)
-    if not kept.measured:
+    state = _of(engine)
+    if not state.measured:
         some = list(tokens) or list(_ANY_TOKENS)
-        kept.timings.timed(_timed(engine, (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]))
-        kept.measured = True
-    return kept.timings.cost()
+        state.timings.timed(_timed(engine, (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]))
+        state.measured = True
+    return state.timings.cost()
 
 
 def _timed(engine: Engine, tokens: list[int]) -> list[Timing]:

@@ -419,9 +419,9 @@ def cost_key(model: str, engine: str, device: torch.device | None) -> str:
 
 
 PROFILES = "profiles"
-_MAX_KEPT = 8
-_profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
-_shipped = lru_cache(_MAX_KEPT)(shipped_bytes)
+_MAX_CACHED = 8
+_profiles: LRUCache[str, Profile] = LRUCache(_MAX_CACHED)
+_shipped = lru_cache(_MAX_CACHED)(shipped_bytes)
 _LOCK, _READING = threading.Lock(), threading.Lock()
 """The first guards the profiles in memory; the second, reading a profile's file, which plays share. Neither is held
 during network waits."""

@@ -62,7 +62,7 @@ def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -
 class StoreDialler:
     """Opens a store; a `kvabr.transfer.peer.Dialler`."""
 
-    most_lanes = 1
+    max_connections = 1
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """Raise `UsageError` if the package for object stores is missing."""

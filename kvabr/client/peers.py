@@ -244,7 +244,7 @@ class SharedLink:
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
         self._steps = deque([(-math.inf, 0)], _MAX_STEPS)
-        self._kept: dict[object, tuple[float, Any]] = {}
+        self._cached: dict[object, tuple[float, Any]] = {}
         """Cached results over all plays, with their times, by the function that computed them."""
 
     @contextmanager
@@ -290,10 +290,10 @@ class SharedLink:
         if len(self._members) <= _MAX_FRESH_PLAYS:
             return find([one for one in self._all() if one is not share])
         now = self.clock()
-        kept = self._kept.get(find)
-        if kept is None or not 0 <= now - kept[0] < _REUSE_S:
-            kept = self._kept[find] = now, find(self._all())
-        found: V = kept[1]
+        cached = self._cached.get(find)
+        if cached is None or not 0 <= now - cached[0] < _REUSE_S:
+            cached = self._cached[find] = now, find(self._all())
+        found: V = cached[1]
         return found
 
     def _all(self) -> list[LinkShare]:

@@ -285,7 +285,7 @@ def shortened(
     if kinds <= {"full", "latent"} or link.rate <= 0:
         return catalog
     groups, size = len(catalog.chunks), catalog.spec.group_tokens
-    counts = {catalog.playable(skip + (groups - skip) * part // _MAX_PREFIXES)[0] for part in range(1, _MAX_PREFIXES)}
+    counts = {catalog.playable(skip + (groups - skip) * step // _MAX_PREFIXES)[0] for step in range(1, _MAX_PREFIXES)}
     best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + uncached)
     for count in sorted(counts, reverse=True):
         end = count * size // block * block
@@ -372,8 +372,8 @@ async def _run(
     warmed = _ready_device(call, prepared.profile)
     catalog = ladder.catalog
     try:
-        room = None if coded else _room(call, catalog)
-        assembler = Assembler(catalog, prepared.profile, out=room, dtype=options.dtype, coded=coded)
+        output = None if coded else _output(call, catalog)
+        assembler = Assembler(catalog, prepared.profile, out=output, dtype=options.dtype, coded=coded)
     except RuntimeError as error:
         raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
     rates = options.decode_share or SharedDecodeRate(call.memory.speeds.rates(catalog, call.device), call.plays)
@@ -479,7 +479,7 @@ def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
     return trying is not None
 
 
-def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
+def _output(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
     out = call.options.out
     if out is None and not catalog.every_token:
         return None

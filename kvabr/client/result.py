@@ -198,9 +198,9 @@ class PlayedPrefix:
             begin = span.first if state or not own else self.units[own[0]].first
             end = begin + span.tokens if state or not own else self.units[own[-1]].first + self.units[own[-1]].tokens
             out = torch.empty(part.shape(end - begin), dtype=self.dtype or part.torch_dtype)
-            room = CacheTensor(out)
+            target = CacheTensor(out)
             for index in own:
-                places[index] = room.place(self.units[index].first - begin, self.units[index].tokens)
+                places[index] = target.place(self.units[index].first - begin, self.units[index].tokens)
             outs.append(out[:, :, :, span.first - begin :][:, :, :, : span.tokens])
         for error in expand_here(self.groups, [places[index] for index in range(len(self.groups))]):
             if error is not None:

@@ -73,9 +73,9 @@ class Admission:
     def close(self) -> None:
         """Admit no further plays, and refuse those that wait."""
         self._closed = True
-        for *_, turn in self._queue:
-            if not turn.done():
-                turn.set_result(False)
+        for *_, admitted in self._queue:
+            if not admitted.done():
+                admitted.set_result(False)
 
     async def _wait(self, deadline_s: float) -> float:
         loop = asyncio.get_running_loop()
@@ -88,23 +88,23 @@ class Admission:
         heapq.heapify(self._queue)  # filtering breaks the heap order
         if len(self._queue) >= self._max_waiting:
             raise self._refusal("full", f"{self._playing} plays are under way and {len(self._queue)} wait")
-        start_s, turn = loop.time(), loop.create_future()
+        start_s, admitted = loop.time(), loop.create_future()
         self._number += 1
-        heapq.heappush(self._queue, (start_s + deadline_s, self._number, turn))
+        heapq.heappush(self._queue, (start_s + deadline_s, self._number, admitted))
         self._metrics.plays_waiting.inc()
         try:
-            await asyncio.wait([turn], timeout=_WAIT_SHARE * deadline_s)
+            await asyncio.wait([admitted], timeout=_WAIT_SHARE * deadline_s)
             waited_s = loop.time() - start_s
-            if not turn.done():
+            if not admitted.done():
                 raise self._refusal("late", f"it waited {waited_s:.3g} s of its deadline of {deadline_s:g} s")
-            if not turn.result():
+            if not admitted.result():
                 raise self._refusal("closed", "the client is closing")
         except asyncio.CancelledError:
-            if turn.done() and turn.result():  # admitted at the moment of cancellation
+            if admitted.done() and admitted.result():  # admitted at the moment of cancellation
                 self._leave()
             raise
         finally:
-            turn.cancel()
+            admitted.cancel()
             self._metrics.plays_waiting.dec()
         return waited_s
 
@@ -120,10 +120,10 @@ class Admission:
     def _leave(self) -> None:
         self._count(-1)
         while self._queue and self._playing < self._max_plays:
-            *_, turn = heapq.heappop(self._queue)
-            if not turn.done():
+            *_, admitted = heapq.heappop(self._queue)
+            if not admitted.done():
                 self._count(1)
-                turn.set_result(True)
+                admitted.set_result(True)
 
 
 def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
@@ -159,6 +159,7 @@ class EdfScheduler(Generic[K]):
         return (play for _, _, play in self._plays)
 
     def level(self, play: K) -> int:
+        """Return the level of a play, 0 for the earliest deadline."""
         return self._levels[play]
 
     def add(self, play: K, due_s: float) -> list[K]:

@@ -149,10 +149,12 @@ class PlaySources(Connection):
 
     @property
     def backend(self) -> str:  # type: ignore[override]
+        """`Connection.backend` of the chosen source."""
         return self._first.backend
 
     @property
     def finder(self) -> PrefixFinder | None:  # type: ignore[override]
+        """`Connection.finder` of the chosen source."""
         return self._first.finder
 
     @property
@@ -230,13 +232,16 @@ class PlaySources(Connection):
 
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
+        """A connection error of any peer, or None."""
         return next((one.trouble for one in self.sources if one.trouble is not None), None)
 
     @property
     def unreachable(self) -> bool:  # type: ignore[override]
+        """True if all peers are unreachable."""
         return all(one.unreachable for one in self.sources)
 
     def reprioritise(self) -> None:
+        """Apply the play's new level to all its requests."""
         for source in self.sources:
             source.reprioritise()
 

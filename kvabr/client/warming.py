@@ -54,9 +54,9 @@ def warm(
         makers: list[Callable[[], Place]] = [partial(_blocks_like, layers, part.rows) for layers in fitting]
         makers = makers or [partial(_tensor, part, dtype or part.torch_dtype, device)]
         many = -(-CROWDED * _ROWS_OF_A_STREAM // profile.of(part).transform.structure.rows)
-        for room in makers:
+        for new_place in makers:
             # Blocks for one group, which a layout may make large; all copies write the same data.
-            place = room()
+            place = new_place()
             for batch in (*([group] for group in groups), groups[:1] * many):
                 for wrong in expand(batch, [place] * len(batch)):
                     if wrong is not None:

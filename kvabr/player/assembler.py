@@ -64,7 +64,7 @@ class Tensors:
         self._spec = spec
 
     @cached_property
-    def _rooms(self) -> tuple[CacheTensor, ...]:
+    def _cache_tensors(self) -> tuple[CacheTensor, ...]:
         return tuple(map(CacheTensor, self.parts))
 
     @property
@@ -75,7 +75,7 @@ class Tensors:
     def place(self, unit: Unit) -> TensorPlace:
         """See `Destination.place`."""
         begin = 0 if self.is_state(unit.part) else unit.first - self.begins[unit.part]
-        return self._rooms[unit.part].place(begin, unit.tokens)
+        return self._cache_tensors[unit.part].place(begin, unit.tokens)
 
     def is_state(self, part: int) -> bool:
         """Return whether a class is a state, with rows instead of tokens in its tensor."""
@@ -172,7 +172,7 @@ class Assembler:
         if not coded:
             self._to = Tensors(catalog, out, dtype) if out is None or isinstance(out, torch.Tensor) else out
         self._tracks: list[str | None] = [None] * catalog.groups
-        self._kept: dict[int, dict[str, memoryview]] = {}
+        self._payloads: dict[int, dict[str, memoryview]] = {}
         refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._refined = set(catalog.by_name) if coded else refined
         self._lock = threading.Condition(threading.Lock())
@@ -415,7 +415,7 @@ class Assembler:
         with self._lock:
             self._taken, self._open = True, False
             self._lock.wait_for(lambda: not self._direct)
-        self._kept.clear()
+        self._payloads.clear()
         for spare in self._spare:
             spare.clear()
 
@@ -455,7 +455,7 @@ class Assembler:
 
     def _coded_group(self, group: int) -> CodedGroup:
         offer = self._catalog.track(str(self._tracks[group]))
-        payload = self._kept[group][offer.name]
+        payload = self._payloads[group][offer.name]
         number = self._catalog.unit(group).group
         return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer), number)
 
@@ -573,13 +573,13 @@ class Assembler:
         payloads = (*coded.below, coded.payload)[-len(layers) :]
         for layer, payload in zip(layers, payloads, strict=True):
             if layer.track in self._refined:
-                self._kept.setdefault(group, {})[layer.track] = payload
+                self._payloads.setdefault(group, {})[layer.track] = payload
         return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
         payloads: list[memoryview] = []
         while offer.refines is not None:
-            payload = self._kept.get(group, {}).get(offer.refines)
+            payload = self._payloads.get(group, {}).get(offer.refines)
             if payload is None:
                 raise FormatError(f"group {group} of {offer.name}: it refines {offer.refines}, which is not in place")
             offer = self._catalog.track(offer.refines)
@@ -587,7 +587,7 @@ class Assembler:
         return payloads
 
     def _forget(self, group: int) -> None:
-        self._kept.pop(group, None)
+        self._payloads.pop(group, None)
 
 
 def check_tokens(computed: torch.Tensor, spec: KVSpec, tokens: int) -> None:

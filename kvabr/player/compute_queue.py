@@ -37,7 +37,7 @@ class ComputeQueue:
         self._waiting, self._waiting_s = 0, 0.0
         """Number of `chosen` groups not started, and their seconds."""
         self._found: Plan | None = None
-        self._kept, self._kept_s = 0, 0.0
+        self._reuses, self._reuse_until_s = 0, 0.0
         """Remaining events (`View.keeps`), and time, until the search is repeated."""
         self._each: list[int] = []
         """Nanoseconds of each group alone; integers, so that sums are exact."""
@@ -106,12 +106,12 @@ class ComputeQueue:
             return [], None
         rest = Rest(self._view, self._cost, self.left, self._free_s, dead=dead)
         if rest.in_time:
-            self._found, self._kept = None, 0
-        elif dead or not self._kept or now >= self._kept_s:
+            self._found, self._reuses = None, 0
+        elif dead or not self._reuses or now >= self._reuse_until_s:
             self._found = rest.plan(self._mode)
-            self._kept, self._kept_s = self._view.keeps, now + self.tick_s
+            self._reuses, self._reuse_until_s = self._view.keeps, now + self.tick_s
         else:
-            self._kept -= 1
+            self._reuses -= 1
         found, before = self._found, self.planned
         self.planned = range(0) if found is None else range(found.first, found.last)
         return [*_without(before, self.planned), *_without(self.planned, before)], found
@@ -151,14 +151,14 @@ class ComputeQueue:
         for group in range(first, last):
             if group in self.chosen:
                 self._wait(group, -1)
-        self.computing, self.started_s, self._kept = (first, last), now, 0
+        self.computing, self.started_s, self._reuses = (first, last), now, 0
         self._free_s = now + self._seconds(first, last)
 
     def finish(self) -> float:
         """Record the end of a computation; return when it started."""
         for group in self._here():
             self.chosen.discard(group)
-        self.computing, self._kept = None, 0
+        self.computing, self._reuses = None, 0
         return self.started_s
 
     def _seconds(self, first: int, last: int) -> float:

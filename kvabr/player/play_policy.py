@@ -172,8 +172,8 @@ def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Polic
     """Wrap the policy in a `CacheFirst` if it can build on stored groups, or return it unchanged."""
     if not policy.takes_cached:
         return policy
-    kept = {track.name: _stored(catalog, track.name, stored) for track in catalog.tracks}
-    return CacheFirst(policy, kept) if any(kept.values()) else policy
+    stored_groups = {track.name: _stored(catalog, track.name, stored) for track in catalog.tracks}
+    return CacheFirst(policy, stored_groups) if any(stored_groups.values()) else policy
 
 
 def _stored(catalog: Catalog, track: str, stored: CachedGroups) -> frozenset[int]:
@@ -195,9 +195,9 @@ def _stored(catalog: Catalog, track: str, stored: CachedGroups) -> frozenset[int
 class CacheFirst(Policy):
     """Takes the best stored version of every group, then follows another policy."""
 
-    def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
+    def __init__(self, inner: Policy, stored_groups: dict[str, frozenset[int]]) -> None:
         """Wrap a policy; ``kept``: the stored groups of each track."""
-        self._inner, self._kept = inner, kept
+        self._inner, self._stored_groups = inner, stored_groups
         self._wanted: deque[tuple[int, str]] = deque()
         """Groups not requested yet, with their best stored track; the layers below are stored, too."""
         # Present the attributes of the wrapped policy.
@@ -210,7 +210,7 @@ class CacheFirst(Policy):
             costs = [
                 (view.catalog.track(layers[-1]).loss[group], view.decode_s(layers[-1]), layers[-1])
                 for layers in stacks
-                if all(group in self._kept[layer] for layer in layers)
+                if all(group in self._stored_groups[layer] for layer in layers)
             ]
             if costs:
                 self._wanted.append((group, min(costs)[2]))

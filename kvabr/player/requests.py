@@ -186,7 +186,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
         group, current = one.group, here(one.group)
         if one.first_byte_s is not None or one.local or tracks[one.track].refines or current not in tracks:
             continue
-        kept = least = cost(group, one.track, current, one.bytes)
+        present = least = cost(group, one.track, current, one.bytes)
         best = one.track
         for name in tracks:
             layers = view.layers(name, current)
@@ -197,7 +197,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
                 continue
             if (other := cost(group, name, current, nbytes)) < least:
                 least, best = other, name
-        total, saved = total + kept, saved + kept - least
+        total, saved = total + present, saved + present - least
         if best != one.track:
             found.append((one, best))
     return found if saved > max(_MIN_REPLACED_SAVING * total, view.time_price * view.ttfb_s) else []
@@ -312,10 +312,10 @@ class StallDetector:
                     one for one in transfers.values() if one.source in silent or one.request in self._overtaken
                 ]
         for transfer in looked_at:
-            turn_s = max(MIN_SILENCE_S, drain_s if nothing_s[transfer.source] < MIN_SILENCE_S else 0.0)
+            busy_s = max(MIN_SILENCE_S, drain_s if nothing_s[transfer.source] < MIN_SILENCE_S else 0.0)
             quiet_s = now - self._received_s.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
-                if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):
+                if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, busy_s):
                     found.append((transfer, True))
             elif quiet_s >= longest_s:
                 again = (transfer.group, transfer.track) in self._stood

@@ -232,21 +232,21 @@ class QmuxConnection:
             if not left:
                 return view[at:]
             left -= 1
-            kept = len(head)
-            if kept:
+            buffered = len(head)
+            if buffered:
                 head += view[at : at + _MAX_HEAD]
-            source, begin = (head, 0) if kept else (view, at)
+            source, begin = (head, 0) if buffered else (view, at)
             try:
                 after = self._item(source, begin)
             except Truncated:
-                if not kept:
+                if not buffered:
                     head += view[at:]
                 if len(head) > _MAX_HEAD:
                     raise QmuxFault(
                         QuicCode.FRAME_ENCODING_ERROR, f"a frame of more than {MAX_FRAME_BYTES} bytes"
                     ) from None
                 break
-            at = at + after - kept if kept else after
+            at = at + after - buffered if buffered else after
             head.clear()
             if len(self._frames) > _MAX_WAITING_FRAMES:
                 raise QmuxFault(

@@ -409,8 +409,8 @@ class ClientConnection(Endpoint):
             job.ready()  # begin to fetch the group if there is memory for it
         self._queue.add(job)
 
-    def _push(self, subscription: Subscription, part: GroupRange, header: SubgroupHeader, stream: int) -> None:
-        self._queue.add(job := self._job(subscription.request, [part], stream=stream, subgroup=header))
+    def _push(self, subscription: Subscription, group_range: GroupRange, header: SubgroupHeader, stream: int) -> None:
+        self._queue.add(job := self._job(subscription.request, [group_range], stream=stream, subgroup=header))
         if (timeout_s := subscription.timeout_s) is not None:
             asyncio.get_running_loop().call_later(timeout_s, self._too_late, job)
 

@@ -264,12 +264,12 @@ class LiveAssets:
         keys = [(label, own, key) for label, own in stores if isinstance(own, LocalStore) for key in live_keys(own)]
         barred = self._refused | {asset.follower.key for asset in known}
         fresh = [each for each in keys if each[2] not in barred]
-        room = max(0, MAX_LIVE - sum(not asset.over for asset in known))
+        free = max(0, MAX_LIVE - sum(not asset.over for asset in known))
         new, refused = list[FollowedAsset](), dict[str, str]()
-        for label, own, key in fresh[:room]:
+        for label, own, key in fresh[:free]:
             try:
                 new.append(FollowedAsset(LiveFollower(own, key), label))
             except (AssetError, FormatError) as error:
                 if not isinstance(error.__cause__, NotFoundError):  # else it has just become complete
                     refused[key] = str(error)
-        return {key for _, _, key in keys}, new, refused, len(fresh) > room
+        return {key for _, _, key in keys}, new, refused, len(fresh) > free

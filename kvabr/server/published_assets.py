@@ -49,7 +49,7 @@ class PublishedAssets(Source):
         self._lock = threading.Lock()
         self._views: dict[str, AssetView] = {}
         """Readable assets, by the grant's token."""
-        self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
+        self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda answer: answer.open(0).size)
         """Recently used catalogs and profiles, by SHA-256."""
         self._cache_lock = threading.Lock()
         stores = StoreTree(location)

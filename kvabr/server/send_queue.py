@@ -78,8 +78,8 @@ class Sending:
             self._writer = FetchWriter(descending=self.request.descending)
         else:
             self._writer = SubgroupWriter(self.subgroup)
-        self._parts = self._cut()
-        self._next: bytes | _Payload | None = next(self._parts, None)
+        self._items = self._cut()
+        self._next: bytes | _Payload | None = next(self._items, None)
         """Next piece for the stream; None at its end. An empty payload means that a group must be opened."""
 
     @property
@@ -99,25 +99,25 @@ class Sending:
         Raises `AssetError` if the group's file is missing or damaged, `TransportError` if it cannot be fetched or is
         wrong.
         """
-        while not self._waits and isinstance(part := self._next, _Payload):
-            if not self._open(part.group) or self._opened.available < min(part.begin + 1, self._opened.size):
+        while not self._waits and isinstance(item := self._next, _Payload):
+            if not self._open(item.group) or self._opened.available < min(item.begin + 1, self._opened.size):
                 self._waits = True
-            elif part.begin < part.end:
+            elif item.begin < item.end:
                 break
             else:
-                self._next = next(self._parts, None)
+                self._next = next(self._items, None)
         return not self._waits
 
     def piece(self, most: int) -> Piece:
         """Return the next piece, about ``most`` bytes at most. Call it if `ready`; raises as `ready`."""
-        part = self._next
+        item = self._next
         piece: Piece = b""
-        if isinstance(part, bytes):
-            piece, self._next = part, next(self._parts, None)
-        elif part is not None:
-            end = min(part.end, part.begin + most, self._opened.available)
-            piece = self._opened.read(part.begin, end)
-            self._next = replace(part, begin=end) if end < part.end else next(self._parts, None)
+        if isinstance(item, bytes):
+            piece, self._next = item, next(self._items, None)
+        elif item is not None:
+            end = min(item.end, item.begin + most, self._opened.available)
+            piece = self._opened.read(item.begin, end)
+            self._next = replace(item, begin=end) if end < item.end else next(self._items, None)
         return piece
 
     def on_more(self) -> None:
@@ -171,18 +171,18 @@ class Sending:
 
     def _cut(self) -> Iterator[bytes | _Payload]:
         """Yield headers and payload ranges, without references to a group, which may be closed meanwhile."""
-        for part in self.ranges:
-            yield _Payload(part.group, 0, 0)
+        for wanted in self.ranges:
+            yield _Payload(wanted.group, 0, 0)
             size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
             properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))
             if self.request.rate:
                 properties += ((PROPERTY_RATE, self.request.rate),)
             for index, span in enumerate(objects):
                 number = index if self.request.dense else span.object_id
-                if number < part.first_object or (part.end_object is not None and number >= part.end_object):
+                if number < wanted.first_object or (wanted.end_object is not None and number >= wanted.end_object):
                     continue
-                yield self._header(part.group, number, span.end - span.begin, properties if index == 0 else ())
-                yield _Payload(part.group, span.begin, span.end)
+                yield self._header(wanted.group, number, span.end - span.begin, properties if index == 0 else ())
+                yield _Payload(wanted.group, span.begin, span.end)
             self.close()
 
 
@@ -233,14 +233,14 @@ class SendQueue:
         self._order = None
         job.close()
 
-    def feed(self, room: int, most: int) -> list[tuple[Sending, Exception | None]]:
-        """Give the transport about ``room`` bytes of the most urgent answers, at most ``most`` per write.
+    def feed(self, left_bytes: int, most: int) -> list[tuple[Sending, Exception | None]]:
+        """Give the transport about ``left_bytes`` bytes of the most urgent answers, at most ``most`` per write.
 
         Remove complete and failed answers, and return them with their errors.
         """
         ended: list[tuple[Sending, Exception | None]] = []
-        while room > 0 and (room_taken := self._send_next(most, ended)) is not None:
-            room -= room_taken
+        while left_bytes > 0 and (sent_bytes := self._send_next(most, ended)) is not None:
+            left_bytes -= sent_bytes
         return ended
 
     def _send_next(self, most: int, ended: list[tuple[Sending, Exception | None]]) -> int | None:

@@ -186,13 +186,13 @@ class Subscriptions:
         responder, number = self._responder(), subscription.request.number
         if number not in self._growing or number not in responder:
             return  # it has ended, or the session is about to report its end
-        for part in subscription.due():
+        for due in subscription.due():
             header = SubgroupHeader(
-                subscription.alias, part.group, 0, DEFAULT_PRIORITY,
-                properties=True, end_of_group=part.end_object is None, first_object=part.first_object == 0,
+                subscription.alias, due.group, 0, DEFAULT_PRIORITY,
+                properties=True, end_of_group=due.end_object is None, first_object=due.first_object == 0,
             )  # fmt: skip
             subscription.sending += 1
-            self._push(subscription, part, header, responder.push(number, header))
+            self._push(subscription, due, header, responder.push(number, header))
         if not subscription.sending and (over := subscription.over) is not None:
             self.remove(number)
             responder.publish_done(number, *over)

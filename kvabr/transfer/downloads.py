@@ -24,7 +24,7 @@ from kvabr.transfer.interface import (
 from kvabr.transfer.work import SMALL_BYTES, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 
-TURN_S = 0.25
+HELD_S = 0.25
 """Seconds without more urgent bytes until a stalled download no longer counts as waiting."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Shared: a lock for each digest would cost more than waiting."""
@@ -155,7 +155,7 @@ class Downloads:
     def held_by_priority(self, download: GroupTransfer) -> bool:
         """Return whether a download is idle because others, at least as urgent, receive bytes."""
         received_s = download.received_s if isinstance(download, Download) else 0.0
-        since_s = max(received_s, asyncio.get_running_loop().time() - TURN_S)
+        since_s = max(received_s, asyncio.get_running_loop().time() - HELD_S)
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._received_s.items())
 
     async def close(self) -> None:
@@ -243,11 +243,11 @@ class Downloads:
     async def _look(self, download: Download, digest: str) -> None:
         # Memory has only checked groups; the store checks those on disk.
         try:
-            kept = await self.store.find(digest)
+            stored = await self.store.find(digest)
         except Exception as error:  # noqa: BLE001  # any error goes to the readers
             download.fail(error)
             return
-        if kept is not None and len(kept[0]) == download.request.limit:
-            download.keep(*kept)
+        if stored is not None and len(stored[0]) == download.request.limit:
+            download.keep(*stored)
         elif not download.over:
             download.begin(self.peer)

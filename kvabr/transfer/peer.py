@@ -74,7 +74,7 @@ class Dialler(Protocol):
 
     names: tuple[str, ...]
     """Possible names of its connections (`Connection.peer`)."""
-    most_lanes: int
+    max_connections: int
     """Most simultaneous connections."""
 
     async def dial(self) -> PeerConnection:
@@ -89,7 +89,7 @@ class Health(Enum):
     STUCK = "the peer answers probes, but not requests"
 
 
-class PeerLane(Carrier):
+class RedialledConnection(Carrier):
     """One connection at a time to a peer."""
 
     def __init__(
@@ -108,7 +108,7 @@ class PeerLane(Carrier):
         transfer, ``dialled`` with None after the first connection, and with the error whenever dialling ends without
         one.
         """
-        self.connection: PeerConnection | None = None
+        self.current: PeerConnection | None = None
         self.health = Health.GOOD
         self.closed = False
         self.unreachable = False
@@ -143,9 +143,9 @@ class PeerLane(Carrier):
     @property
     def trouble(self) -> str | None:
         """Why the peer is currently out of reach, if known."""
-        if self._trouble is not None or self.connection is None:
+        if self._trouble is not None or self.current is None:
             return self._trouble
-        return self.connection.trouble
+        return self.current.trouble
 
     @property
     def dialling(self) -> bool:
@@ -161,12 +161,12 @@ class PeerLane(Carrier):
     @property
     def bytes_received(self) -> int:
         """Payload bytes of all its connections."""
-        open_ones = [*self._leaving] if self.connection is None else [*self._leaving, self.connection]
+        open_ones = [*self._leaving] if self.current is None else [*self._leaving, self.current]
         return self._earlier_bytes + sum(connection.stats().bytes_received for connection in open_ones)
 
     async def connected(self) -> None:
         """Wait for a connection; see `Connection.connected`."""
-        while self.closed or self.connection is None:
+        while self.closed or self.current is None:
             if self.closed:
                 raise ConnectionLostError(CLOSED)
             # A cancelled caller must not cancel the dial of the others.
@@ -193,7 +193,7 @@ class PeerLane(Carrier):
                 task.cancel()
             await asyncio.wait(tasks)
         self._fail_waiting(ConnectionLostError(CLOSED))
-        for connection in (*self._leaving, *([] if self.connection is None else [self.connection])):
+        for connection in (*self._leaving, *([] if self.current is None else [self.current])):
             await connection.close()
         if self._closing:
             await asyncio.wait(self._closing)
@@ -209,11 +209,11 @@ class PeerLane(Carrier):
             self._start(transfer)
         else:
             self._waiting[transfer] = None
-            self._redial(once=self.connection is None and not self._persistent)
+            self._redial(once=self.current is None and not self._persistent)
 
     def answered(self, transfer: GroupTransfer) -> None:
         used, begun_s = self._using.get(transfer, (None, 0.0))
-        if used is not None and used is self.connection:
+        if used is not None and used is self.current:
             took_s = asyncio.get_running_loop().time() - begun_s
             self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
 
@@ -235,14 +235,14 @@ class PeerLane(Carrier):
     # ------------------------------------------------------------------ requests
 
     def _usable(self) -> bool:
-        connection = self.connection
+        connection = self.current
         return not (self.closed or connection is None or connection.closed or connection.going_away)
 
     def _carries(self, connection: PeerConnection) -> bool:
         return any(used is connection for used, _ in self._using.values())
 
     def _start(self, transfer: GroupTransfer) -> None:
-        connection = self.connection
+        connection = self.current
         assert connection is not None  # noqa: S101  # it is usable
         self._using[transfer] = connection, asyncio.get_running_loop().time()
         transfer.source = connection
@@ -278,7 +278,7 @@ class PeerLane(Carrier):
         """Probe the peer while transfers are in flight and no bytes arrive."""
         try:
             while self._using:
-                connection = self.connection
+                connection = self.current
                 assert connection is not None  # noqa: S101  # it has requests
                 before, since_s = self._checked_bytes, asyncio.get_running_loop().time()
                 self._requested.clear()
@@ -288,7 +288,7 @@ class PeerLane(Carrier):
                         requested = await asyncio.wait_for(self._requested.wait(), self._check_s)
                     else:
                         await asyncio.sleep(self._check_s)
-                if connection is not self.connection:
+                if connection is not self.current:
                     self._check_s = _CHECK_S
                 elif (received := connection.stats().bytes_received) != before:
                     self._check_s, self._checked_bytes = _CHECK_S, received
@@ -309,9 +309,9 @@ class PeerLane(Carrier):
                 self._quiet_s += asyncio.get_running_loop().time() - since_s
             if self._quiet_s < self._patient_s(connection):
                 self._recover()
-            elif connection is self.connection and self._usable():
+            elif connection is self.current and self._usable():
                 self._suspect(Health.STUCK)
-        elif connection is self.connection and self._usable() and dialling is self._dialling:
+        elif connection is self.current and self._usable() and dialling is self._dialling:
             # Not if a dial has ended meanwhile, which is better evidence.
             self._outage_s = self._outage_s or asyncio.get_running_loop().time()
             self._suspect(Health.SILENT)
@@ -341,7 +341,7 @@ class PeerLane(Carrier):
 
     def _redial(self, *, once: bool = False) -> asyncio.Task[None]:
         if self._dialling is None:
-            if self.connection is None:
+            if self.current is None:
                 self._trouble = self._trouble or f"{self._dialler.names[0]} is not connected yet"
             work = self._dial_once() if once else self._dial_until_connected()
             self._dialling = asyncio.get_running_loop().create_task(work)
@@ -353,7 +353,7 @@ class PeerLane(Carrier):
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
-            if self.connection is None:
+            if self.current is None:
                 self._trouble, self.unreachable = str(error), True
                 self._dialled_first(error)
                 if once and self._persistent and self._waiting and not isinstance(error, UnauthorizedError):
@@ -370,7 +370,7 @@ class PeerLane(Carrier):
         self._adopt(await self._dialler.dial())
 
     async def _dial_until_connected(self) -> None:
-        loop, old = asyncio.get_running_loop(), self.connection
+        loop, old = asyncio.get_running_loop(), self.current
         stats = ConnectionStats() if old is None else old.stats()
         start_s, tries = loop.time(), 1
         delivered = old is not None and not old.going_away and stats.bytes_received > 0
@@ -410,7 +410,7 @@ class PeerLane(Carrier):
 
     async def _choose(self, made: PeerConnection, begun_s: float) -> None:
         """Switch to a connection dialled since ``begun_s``, unless the silent one proves to be alive."""
-        old, took_s = self.connection, asyncio.get_running_loop().time() - begun_s
+        old, took_s = self.current, asyncio.get_running_loop().time() - begun_s
         if old is not None and self._usable():
             alive = True
             try:
@@ -428,7 +428,7 @@ class PeerLane(Carrier):
 
     def _adopt(self, made: PeerConnection) -> None:
         self._adopted_s = asyncio.get_running_loop().time()
-        old, self.connection = self.connection, made
+        old, self.current = self.current, made
         self._checked_bytes = made.stats().bytes_received
         forgotten = self.health is not Health.GOOD
         if old is not None:
@@ -467,7 +467,7 @@ _PATIENCE_S = 30.0
 
 
 def _of_connection(name: str, unconnected: str | None) -> Any:
-    return property(lambda peer: getattr(peer._connection, name, unconnected))  # noqa: SLF001
+    return property(lambda peer: getattr(peer._current, name, unconnected))  # noqa: SLF001
 
 
 class Peer(PeerConnection):
@@ -483,20 +483,20 @@ class Peer(PeerConnection):
         Requests fail if the first dial does, unless not ``needed``, and after ``patience_s`` of redialling a lost peer.
         """
         self.first_dialled: Callable[[BaseException | None], None] = lambda _: None
-        """Called after each reported dial of the first lane (see `PeerLane`)."""
+        """Called after each reported dial of the first connection (see `RedialledConnection`)."""
         self._dialler, self._needed, self._patience_s = dialler, needed, patience_s
         self._over = False
-        self._lanes = [self._lane(self._dialled)]
+        self._connections = [self._new_connection(self._dialled)]
         self.used = 1
         self._opening: asyncio.Task[None] | None = None
         self._before = 0.0
-        """Rate with one lane fewer, bytes per second; 0.0 with one lane."""
+        """Rate with one connection fewer, bytes per second; 0.0 with one connection."""
         self._since: tuple[float, int] | None = None
         """Start of the current measurement, and bytes by then."""
         self._again_s = 0.0
 
-    def _lane(self, dialled: Callable[[BaseException | None], None] = lambda _: None) -> PeerLane:
-        return PeerLane(
+    def _new_connection(self, dialled: Callable[[BaseException | None], None] = lambda _: None) -> RedialledConnection:
+        return RedialledConnection(
             self._dialler,
             patience_s=self._patience_s,
             persistent=not self._needed,
@@ -520,61 +520,63 @@ class Peer(PeerConnection):
     # ------------------------------------------------------------------ Connection
 
     @property
-    def _connection(self) -> PeerConnection | None:
-        return self._lanes[0].connection
+    def _current(self) -> PeerConnection | None:
+        return self._connections[0].current
 
     @property
     def names(self) -> Sequence[str]:
-        connection = self._connection
+        connection = self._current
         return self._dialler.names if connection is None else super().names
 
     @property
     def peer(self) -> str | None:  # type: ignore[override]
-        connection = self._connection
+        connection = self._current
         return self._dialler.names[0] if connection is None else connection.peer or self._dialler.names[0]
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
         """Whether this was closed, or the last dial failed without any earlier connection."""
-        first = self._lanes[0]
+        first = self._connections[0]
         return self._over or (self._needed and not self.reached and first.unreachable and not first.dialling)
 
     @property
     def reached(self) -> bool:  # type: ignore[override]
-        """`Connection.reached` of the first lane."""
-        return self._connection is not None
+        """`Connection.reached` of the first connection."""
+        return self._current is not None
 
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
-        return self._lanes[0].trouble
+        return self._connections[0].trouble
 
     @property
     def unreachable(self) -> bool:  # type: ignore[override]
-        return all(lane.unreachable for lane in self._lanes)
+        return all(connection.unreachable for connection in self._connections)
 
     @property
     def announced_rate(self) -> float:  # type: ignore[override]
-        """The best `Connection.announced_rate` of all lanes."""
-        every = (lane.connection.announced_rate for lane in self._lanes if lane.connection is not None)
+        """The best `Connection.announced_rate` of all connections."""
+        every = (
+            connection.current.announced_rate for connection in self._connections if connection.current is not None
+        )
         return max(every, default=0.0)
 
     @property
     def dials(self) -> int:
         """Number of reconnections."""
-        return sum(lane.dials for lane in self._lanes)
+        return sum(connection.dials for connection in self._connections)
 
     async def connected(self) -> None:
-        await self._lanes[0].connected()
+        await self._connections[0].connected()
 
     async def renew(self) -> None:
-        for lane in self._lanes:
-            await lane.renew()
+        for connection in self._connections:
+            await connection.renew()
 
     async def answers(self, within_s: float) -> bool:
-        return self._connection is not None and await self._connection.answers(within_s)
+        return self._current is not None and await self._current.answers(within_s)
 
     def stats(self) -> ConnectionStats:
-        every = [lane.connection.stats() for lane in self._lanes if lane.connection is not None]
+        every = [connection.current.stats() for connection in self._connections if connection.current is not None]
         if not every:
             return ConnectionStats()
         return ConnectionStats(every[0].rtt_s, self._received())
@@ -583,8 +585,8 @@ class Peer(PeerConnection):
         self._over = True
         if self._opening is not None:
             await cancel_all([self._opening])
-        for lane in self._lanes:
-            await lane.close()
+        for connection in self._connections:
+            await connection.close()
 
     # ------------------------------------------------------------------ Carrier
 
@@ -592,22 +594,24 @@ class Peer(PeerConnection):
         if self._over:
             transfer.fail(ConnectionLostError(CLOSED))
             return
-        lane = self._lanes[0]
-        if self.used > 1 and not transfer.request.live:  # live transfers share one lane: one subscription per track
-            # A lane in trouble redials; until then it gets no new requests.
-            lane = min(self._lanes[: self.used], key=lambda lane: (lane.trouble is not None, lane.left_bytes))
-        lane.carry(transfer)
+        connection = self._connections[0]
+        if self.used > 1 and not transfer.request.live:  # one subscription per live track
+            # A connection in trouble redials; until then it gets no new requests.
+            connection = min(
+                self._connections[: self.used], key=lambda each: (each.trouble is not None, each.left_bytes)
+            )
+        connection.carry(transfer)
         self._measure()
 
-    # ------------------------------------------------------------------ lanes
+    # ------------------------------------------------------------------ connections
 
     def _received(self) -> int:
-        return sum(lane.bytes_received for lane in self._lanes)
+        return sum(connection.bytes_received for connection in self._connections)
 
     def _measure(self) -> None:
-        if self._over or self._dialler.most_lanes < 2:
+        if self._over or self._dialler.max_connections < 2:
             return
-        waiting = sum(lane.left_bytes for lane in self._lanes)
+        waiting = sum(connection.left_bytes for connection in self._connections)
         if waiting < self.used * _WAITS_BYTES or self._opening is not None:  # opening may take a while
             self._since = None
             return
@@ -622,20 +626,20 @@ class Peer(PeerConnection):
         if rate < _MIN_GAIN_FACTOR * self._before:
             self.used -= 1  # the path or this machine is saturated
             self._before, self._again_s = 0.0, now + _AGAIN_S
-        elif self.used < self._dialler.most_lanes:
+        elif self.used < self._dialler.max_connections:
             self._before = rate
             self._opening = asyncio.get_running_loop().create_task(self._open())
 
     async def _open(self) -> None:
         try:
-            if self.used == len(self._lanes):
-                lane = self._lane()
+            if self.used == len(self._connections):
+                connection = self._new_connection()
                 try:
-                    await lane.connected()
+                    await connection.connected()
                 except BaseException:
-                    await lane.close()  # its dial would continue
+                    await connection.close()  # its dial would continue
                     raise
-                self._lanes.append(lane)
+                self._connections.append(connection)
             self.used, self._since = self.used + 1, None
         except TransportError:  # the peer allows no more connections
             self._before, self._again_s = 0.0, asyncio.get_running_loop().time() + _AGAIN_S

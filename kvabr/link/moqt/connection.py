@@ -560,7 +560,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._lost_kind = UnauthorizedError
         self._fail(reason)
 
-    def room(self, stream: int, most: int) -> list[memoryview]:
+    def receive_buffers(self, stream: int, most: int) -> list[memoryview]:
         """Return the transfer's buffer, so that payload is read to its final place."""
         payload = None if self.session is None else self.session.requester.expected(stream)
         request = None if payload is None else self._requests.in_flight.get(payload.request)

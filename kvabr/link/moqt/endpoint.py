@@ -150,13 +150,13 @@ class Endpoint(ABC):
         if self.session is not None:
             self.session.receive(stream, data, fin=fin)
 
-    def room(self, stream: int, most: int) -> list[memoryview]:
+    def receive_buffers(self, stream: int, most: int) -> list[memoryview]:
         """Return memory for at most ``most`` next bytes of a stream; empty: pass them to `received`."""
         del stream, most
         return []
 
     def took(self, stream: int, into: list[memoryview], count: int) -> None:  # noqa: B027  # optional
-        """Note that ``count`` bytes were written to the memory of `room`."""
+        """Note that ``count`` bytes were written to the memory of `receive_buffers`."""
 
     def worked(self, cpu_s: float) -> None:  # noqa: B027  # optional
         """Note processor time of the transport's threads, seconds."""

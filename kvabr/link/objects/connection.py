@@ -1,8 +1,8 @@
 """A connection to a store, or to an HTTP cache in front of one: requests for groups become ranges of objects.
 
-It schedules ranges (`kvabr.link.objects.lanes`), answers lookups (`kvabr.link.objects.index`), times out silent
-requests, and finds the limit of a transfer. A failed request needs no redial: the next one uses or opens another
-connection of the pool.
+It schedules ranges (`kvabr.link.objects.range_scheduler`), answers lookups (`kvabr.link.objects.index`), times out
+silent requests, and finds the limit of a transfer. A failed request needs no redial: the next one uses another
+connection of the pool, or opens one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from kvabr.link.objects.index import StoreIndex
-from kvabr.link.objects.lanes import Lanes, Piece, RangeTransfer
+from kvabr.link.objects.range_scheduler import Piece, RangeScheduler, RangeTransfer
 from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
 from kvabr.transfer.interface import CLOSED, ConnectionStats, GroupTransfer, LimitWatch, PeerConnection, cancel_all
@@ -49,7 +49,7 @@ class StoreConnection(PeerConnection):
         self.trouble: str | None = None
         self.index = self.finder = StoreIndex(store, self._answered)
         self._store = store
-        self._lanes = Lanes()
+        self._scheduler = RangeScheduler()
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
         self._pieces: dict[GroupTransfer, Piece] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -92,7 +92,7 @@ class StoreConnection(PeerConnection):
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
         piece = self._pieces.pop(transfer, None)
-        if piece is not None and (carrying := self._lanes.cancel(piece)) is not None:
+        if piece is not None and (carrying := self._scheduler.cancel(piece)) is not None:
             self._end(carrying)
 
     def stats(self) -> ConnectionStats:
@@ -155,7 +155,7 @@ class StoreConnection(PeerConnection):
         if end - begin > transfer.request.limit:
             transfer.too_long()
             return
-        self._pieces[transfer] = self._lanes.want(key, begin, end, transfer.priority, transfer)
+        self._pieces[transfer] = self._scheduler.want(key, begin, end, transfer.priority, transfer)
         self._start_soon()
 
     # ---------------------------------------------------------- transfers
@@ -168,7 +168,7 @@ class StoreConnection(PeerConnection):
     def _start(self) -> None:
         self._starting = None
         loop = asyncio.get_running_loop()
-        for transfer in self._lanes.due():
+        for transfer in self._scheduler.due():
             self._transfers[transfer] = loop.create_task(self._carry(transfer))
 
     async def _carry(self, transfer: RangeTransfer) -> None:
@@ -204,7 +204,7 @@ class StoreConnection(PeerConnection):
                     group.finish()
 
     def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
-        left = self._lanes.ended(transfer)
+        left = self._scheduler.ended(transfer)
         if error is None and left:
             error = RequestError(f"{transfer.key}: the store sent fewer bytes than requested")
         if error is not None:
@@ -218,8 +218,8 @@ class StoreConnection(PeerConnection):
 
     def _end(self, transfer: RangeTransfer) -> None:
         """End an unwanted transfer; its other pieces wait again."""
-        for piece in self._lanes.ended(transfer):
-            self._lanes.again(piece)
+        for piece in self._scheduler.ended(transfer):
+            self._scheduler.again(piece)
         task = self._transfers.pop(transfer, None)
         if task is not None:
             task.cancel()

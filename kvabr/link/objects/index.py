@@ -56,7 +56,7 @@ class StoreIndex:
         self._gone: TTLCache[str, bool] = TTLCache(_MAX_MISSING, _PAGES_S, time.monotonic)
         """Missing objects with frames that a page names."""
         self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_MAX_PLACES)
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_AT_ONCE)
         self._admitted = False
         """An object could be read: then a refusal means that there is none, since S3 hides missing objects from users
         who may not list."""
@@ -186,7 +186,7 @@ class StoreIndex:
     # -------------------------------------------------------------- internals
 
     async def _get(self, name: str, limit: int) -> memoryview | None:
-        async with self._turns:
+        async with self._slots:
             begun_s = time.monotonic()
             try:
                 data = await self._store.get(name, limit=limit, wait_s=_WAIT_S)

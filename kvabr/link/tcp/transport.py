@@ -1,8 +1,9 @@
 """QMux on a TCP socket with TLS, as a `StreamTransport`.
 
-It runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and payload is read
-directly into the buffer of its transfer (`Endpoint.room`). On a fast path, threads read and decrypt TLS, so that each
-lane has a core. Meanwhile the loop leaves the socket alone and output waits.
+It runs in the event loop, a bounded number of bytes at a time. Reading and encrypting release the interpreter's lock,
+and payload is read directly into the buffer of its transfer (`Endpoint.receive_buffers`). On a fast path, a thread per
+connection reads and decrypts TLS, so that each connection has a core. Meanwhile the loop does not use the socket, and
+output waits.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ STREAM_WINDOW, CONNECTION_WINDOW = 16 << 20, 64 << 20
 """Flow control windows of a client, bytes. They limit no memory, since data is consumed at once."""
 STREAMS = 128
 """Streams of each kind that a peer may have open."""
-_TURN_BYTES = 1 << 20
+_BUDGET_BYTES = 1 << 20
 _DIRECT_BYTES = 16 << 10
 """Least payload read to its final place: less is not worth a system call."""
 _MIN_THREADED_BYTES, _MAX_THREAD_WAIT_S = 256 << 10, 0.004
@@ -149,7 +150,7 @@ class QmuxTransport(StreamTransport):
         self._conn: QmuxConnection | None = None
         """None before TLS is established."""
         self._channel = TlsChannel(sock, context, server=not client, host=host)
-        self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
+        self._read_budget = _BUDGET_BYTES if client else _REQUESTS_BYTES
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
         self._writes = False
@@ -312,21 +313,21 @@ class QmuxTransport(StreamTransport):
     # ------------------------------------------------------------------ reading
 
     def _read(self, conn: QmuxConnection) -> None:
-        left, count = self._turn, None
+        left, count = self._read_budget, None
         if conn.waits:
             conn.go_on()
             self._handle(conn)
         while left > 0 and not (self._closed or conn.waits):
             into = self._buffers(conn)
             if self._fast and into:
-                self._end_turn(conn, None)
+                self._end_read(conn, None)
                 self._read_beside(conn)
                 return
             count = self._take(conn, into, self._receive(self._with_scratch(into)))
             if not count or self._channel.spent:
                 break
             left -= count + (_PARSE_COST - 1) * max(0, count - sum(map(len, into)))
-        self._end_turn(conn, count)
+        self._end_read(conn, count)
 
     def _with_scratch(self, into: list[memoryview]) -> list[memoryview]:
         return [*into, self._scratch[: _DIRECT_BYTES if into or self._fast else None]]
@@ -372,7 +373,7 @@ class QmuxTransport(StreamTransport):
             self._since, self._received_bytes = now, 0
         return received
 
-    def _end_turn(self, conn: QmuxConnection, count: int | None) -> None:
+    def _end_read(self, conn: QmuxConnection, count: int | None) -> None:
         if self._closed:
             return
         self._active_s = self._loop.time()
@@ -441,12 +442,12 @@ class QmuxTransport(StreamTransport):
     def _finish_beside(self, into: list[memoryview], received: int | Exception, cpu_s: float) -> None:
         conn = self._qmux
         self._endpoint.worked(cpu_s)
-        self._end_turn(conn, self._take(conn, into, received))
+        self._end_read(conn, self._take(conn, into, received))
 
     def _buffers(self, conn: QmuxConnection) -> list[memoryview]:
         if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
             return []
-        return self._endpoint.room(*expected)
+        return self._endpoint.receive_buffers(*expected)
 
     def _handle(self, conn: QmuxConnection) -> None:
         """Pass events on; their views are used up before the next read."""
@@ -490,7 +491,7 @@ class QmuxTransport(StreamTransport):
         return bool(self._out) or self._channel.unsent > 0
 
     def _flush(self, conn: QmuxConnection) -> None:
-        left = _TURN_BYTES
+        left = _BUDGET_BYTES
         try:
             while not self._closed and self._channel.push():
                 if not self._out:

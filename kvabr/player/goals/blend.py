@@ -138,8 +138,8 @@ class BlendAim(WholeAim):
             play.act(ChooseTokens(self._question))
 
     def _compute_ahead(self, now: float) -> None:
-        lane, view, passages = self.play.engine, self.play.view, self._plan.passages
-        if lane is None or lane.computing is not None or self._ahead is not None or view.rate <= 0:
+        engine, view, passages = self.play.engine, self.play.view, self._plan.passages
+        if engine is None or engine.computing is not None or self._ahead is not None or view.rate <= 0:
             return
         while self._next < len(passages):
             passage, option = passages[self._next], self._plan.ahead(self._next)
