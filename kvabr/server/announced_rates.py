@@ -31,7 +31,7 @@ class SiteRate:
 
     def __init__(self) -> None:
         self.rate, self.at_s = 0.0, -math.inf
-        """Bytes per second, 0.0 if unknown; and time of measurement."""
+        """Rate in bytes per second, 0.0 if unknown; and time of its measurement."""
         self._limited: set[object] = set()
         self._now_s = self._busy_s = 0.0
         self._bytes = 0

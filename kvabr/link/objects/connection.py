@@ -25,25 +25,25 @@ from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_li
 
 PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
-"""Seconds of a GET to its first byte, and between bytes. Players repeat stalled requests much sooner."""
+"""Maximum seconds of a GET to its first byte, and between bytes. Players repeat stalled requests much sooner."""
 _PART_S, _MAX_PART_BYTES = 0.005, 1 << 20
-"""Progress is reported at most every this many seconds or bytes: reports take processor time, but estimators need the
-times of bytes."""
+"""Maximum seconds or bytes between reports of progress: reports take processor time, but estimators need the times of
+bytes."""
 _LATE_S, _LATE_SHARE = 0.05, 2.0
-"""A first byte is late if it takes this many seconds and this factor longer than the fastest ones, while no other byte
-arrived: then the store was slow, not the link."""
+"""A first byte is late if it takes this many seconds longer than the fastest ones, and this many times as long, while
+no other byte arrived: then the store was slow, not the link."""
 _FORGET_S = 30.0
-"""Seconds until the fastest first byte is forgotten: the path may have changed."""
+"""Seconds after which the fastest first byte is measured anew, since the path may have changed."""
 
 
 class StoreConnection(PeerConnection):
-    """Plays from one store, in one event loop."""
+    """Fetches from one store. Not thread-safe."""
 
     protocol = PROTOCOL
     heals = True
 
     def __init__(self, store: Store) -> None:
-        """Take a store, without any request; an event loop must be running."""
+        """Use a store, without any request yet; an event loop must be running."""
         self.backend, self.peer = store.url.partition("://")[0] if "://" in store.url else "folder", store.url
         self.closed = False
         self.trouble: str | None = None
@@ -58,8 +58,8 @@ class StoreConnection(PeerConnection):
         self._bytes, self._received_s = 0, -math.inf
         self._rate = 0.0
         self._soonest = (math.inf, -math.inf)
-        """Fastest recent time to first byte, seconds, and when it was measured."""
-        # Only for data about this processor: HTTP has no PING.
+        """Fastest recent time to first byte in seconds, and when it was measured."""
+        # Only detects a busy CPU: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
 
     def carry(self, transfer: GroupTransfer) -> None:
@@ -96,7 +96,7 @@ class StoreConnection(PeerConnection):
             self._end(carrying)
 
     def stats(self) -> ConnectionStats:
-        """The round trip is the fastest recent time to first byte; see `Connection.stats`."""
+        """See `Connection.stats`; the round trip is the fastest recent time to first byte."""
         seconds = self._soonest[0]
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
 
@@ -123,7 +123,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- places of groups
 
     def _find(self, transfer: GroupTransfer, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Do the work before, or instead of, a transfer's range."""
+        """Run ``work`` before, or instead of, requesting a range for a transfer."""
 
         async def run() -> None:
             try:
@@ -142,7 +142,7 @@ class StoreConnection(PeerConnection):
         transfer.finish()
 
     async def _locate(self, transfer: GroupTransfer) -> None:
-        """Locate and request a group that no lookup found."""
+        """Find the location of a group that no lookup has found, and request it."""
         request, namespace = transfer.request, transfer.request.namespace
         if not self.index.has(namespace):
             await self.index.catalog(namespace)
@@ -161,7 +161,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- transfers
 
     def _start_soon(self) -> None:
-        """Begin due GETs after this turn of the loop: its requests may share a GET."""
+        """Start due GETs in the next iteration of the loop: requests until then may share a GET."""
         if self._starting is None and not self.closed:
             self._starting = asyncio.get_running_loop().call_soon(self._start)
 
@@ -217,7 +217,7 @@ class StoreConnection(PeerConnection):
         self._start_soon()
 
     def _end(self, transfer: RangeTransfer) -> None:
-        """End an unwanted transfer; its other pieces wait again."""
+        """Cancel a GET; its other pieces wait again."""
         for piece in self._scheduler.ended(transfer):
             self._scheduler.again(piece)
         task = self._transfers.pop(transfer, None)
@@ -228,7 +228,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- measurements of the path
 
     def received(self, count: int, *, late: bool = False) -> Limit:
-        """Count received bytes, ``late`` if the store delayed them; return their limit."""
+        """Count received bytes, and return what limited them; ``late``: the store delayed them."""
         self._bytes += count
         self._received_s = time.monotonic()
         self.trouble = None
@@ -240,7 +240,7 @@ class StoreConnection(PeerConnection):
         self._sooner(seconds)
 
     def _first_byte(self, begun_s: float, now: float) -> float:
-        """Note a transfer's first byte; return the time until which the store is the limit."""
+        """Record a GET's first byte; return the time until which the store counts as the limit."""
         usual = self._soonest[0]
         quiet = now - max(begun_s, self._received_s)
         self._sooner(now - begun_s)
@@ -254,6 +254,6 @@ class StoreConnection(PeerConnection):
             self._soonest = seconds, now
 
     def _note(self, error: Exception) -> None:
-        """Remember why the store is unreachable; a refused request does not count."""
+        """Record why the store is unreachable; a refused request does not count."""
         if isinstance(error, TransportError) and not isinstance(error, RequestError):
             self.trouble = str(error)
