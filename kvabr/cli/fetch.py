@@ -37,7 +37,7 @@ _HOW = (
     "parts), or give the prompt: --text FILE --model smollm2"
 )
 _NOT_STORED_STATUS = 3
-"""Exit status of a complete play with groups or a profile that could not be kept on disk."""
+"""Exit status of a complete play if groups or a profile could not be stored on disk."""
 _METRIC = "kvabr_client_failed_writes_total"
 
 
@@ -104,12 +104,12 @@ class FetchCommand:
 
     @property
     def urls(self) -> list[str]:
-        """All sources, without the name of the asset."""
+        """All sources, without the fragment that names the asset."""
         return [url.partition("#")[0] for url in (self.url, *self.source)]
 
 
 def run(args: FetchCommand) -> int:
-    """Run the command."""
+    """Fetch, and return the exit status."""
     from rich.console import Console
 
     from kvabr.cli.display import write_result
@@ -149,7 +149,7 @@ add = command(FetchCommand, run)
 
 
 def _namespace(args: FetchCommand) -> TrackNamespace | None:
-    """Return the name of the cache, None for a prompt; raise `UsageError` for options that contradict each other."""
+    """Return the name of the cache; None for a prompt. Raises `UsageError` for contradictory options."""
     from kvabr.client.origins import asset_of, parse_namespace
 
     namespace = asset_of(args.url)
@@ -215,7 +215,7 @@ def read_prompt(args: FetchCommand, console: Console) -> tuple[Engine | None, st
 async def _reach(args: FetchCommand, console: Console) -> None:
     """Connect once, to report an unreachable origin before the model is loaded.
 
-    Without an origin an engine computes the whole prompt; a cache given by name is an error.
+    With an engine, an unreachable origin is no error unless a cache is named: the engine computes the whole prompt.
     """
     from kvabr.cli.display import printable, say
     from kvabr.client.origins import asset_of, dialling
@@ -235,7 +235,7 @@ async def _reach(args: FetchCommand, console: Console) -> None:
 
 
 def _is_silent(error: BaseException) -> bool:
-    """Return whether no origin answered; refused tokens and untrusted certificates must be fixed instead."""
+    """Return True if no origin answered. Other errors, such as refused tokens, must be fixed by the user."""
     from kvabr.types.errors import ConnectionLostError, NoAnswerError, UnauthorizedError
 
     return isinstance(error, NoAnswerError | ConnectionLostError) and not isinstance(error, UnauthorizedError)

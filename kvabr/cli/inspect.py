@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvabr.types.passage import PassageNotes
 
 _MAX_ENDS = 8
-"""Listed prefixes that end with a snapshot."""
+"""Maximum number of listed prefixes that end with a snapshot."""
 _SHOWN = ("source", "tokens", "groups", "fp16_bytes", "profile_bytes", "loss_method")
-"""Catalog fields in the JSON."""
+"""Fields of the catalog to include in the JSON."""
 _MAX_ASKED = 3
-"""Listed groups that questions read most."""
+"""Maximum number of listed groups that matter most for questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def _head(catalog: Catalog) -> None:
 
 
 def _loss_lines(catalog: Catalog) -> list[str]:
-    """Return the meaning of the columns loss and KL; the JSON has the whole method."""
+    """Return what the columns loss and KL mean; the JSON has the whole method."""
     early = [
         str(first)
         for first in (8, 32)
