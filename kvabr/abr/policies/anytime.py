@@ -6,10 +6,10 @@ track of every group; this policy decides the order of requests.
 
 - The base of every group is requested at once. Replacing an undecoded base costs little, and with all bases in place
   the play is safe. On a link as fast as in earlier plays, groups are requested on their final tracks at once,
-  provided that all should arrive in time at the low end of the belief.
-- Upgrades follow just before the link would be idle: on the planned track if the whole plan should arrive in time at
-  the low end of the belief, otherwise by the layer with the largest saving per byte that should arrive.
-- The play ends when waiting longer would not pay off. In an outage it waits while that costs less than the present
+  provided that all should arrive in time at the lowest rate of the belief (`kvabr.abr.belief`).
+- Upgrades are requested just before the link would be idle. They use the planned track if the whole plan should arrive
+  in time at the lowest rate of the belief; otherwise the layer with the largest saving per byte that should arrive.
+- The play ends when waiting longer would not pay off. In an outage it waits as long as that costs less than the present
   loss.
 """
 
@@ -49,7 +49,7 @@ class Anytime(Policy):
     }
 
     def __init__(self, *, ahead_ttfb: float = 1.5) -> None:
-        """Set ``ahead_ttfb``: length of the bytes in flight, in times to first byte."""
+        """``ahead_ttfb``: duration of the bytes in flight, in times to first byte."""
         self._ahead_ttfb = ahead_ttfb
 
     def start(self, view: View) -> None:
@@ -103,11 +103,11 @@ class Anytime(Policy):
 
     @property
     def division(self) -> Division | None:
-        """The present division of the work; None without an engine."""
+        """Present division of the work; None without an engine."""
         return None if self._planner is None else self._planner.division
 
     def will_replace(self, view: View, group: int) -> bool:
-        """Return whether the plan has another track for a group."""
+        """Return True if the plan has another track for a group."""
         plan = self._plan
         if plan is None or self._over or view.rate <= 0:
             return False
@@ -156,7 +156,7 @@ class Anytime(Policy):
         return plan
 
     def _enough(self, view: View, first: int = _MIN_IN_FLIGHT) -> bool:
-        """Return whether the bytes in flight last until a new request begins to arrive."""
+        """Return True if the bytes in flight last until data of a new request arrives."""
         if view.rate <= 0:
             return len(view.in_flight) >= first
         # Requests leave in bursts, so that neighbouring groups can share a range of an object store.
@@ -252,7 +252,7 @@ class Anytime(Policy):
         return self._end(view)
 
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
-        """Return whether to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
+        """Return True to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
         lost, spent = self._times.lost() + flying, view.time_price * (view.now - self._link.fast_s)
         return lost > spent > 0.0 or (view.rate <= 0 and lost > view.time_price * view.time_left)
 
