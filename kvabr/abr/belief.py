@@ -15,7 +15,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from kvabr.abr.estimators import SLOT_SHARE, WINDOW
+from kvabr.abr.estimators import LOW_SHARE, SLOT_SHARE, WINDOW
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
@@ -25,9 +25,8 @@ UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
 """A link below the first fraction of its best rate is slow; it may recover to the second fraction."""
-_LOW, _HIGH, _WEIGHTS = 0.5, 1.25, (0.3, 0.4, 0.3)
-"""Rates below and above the expected one, as multiples of it, and the weights of the three. `_LOW` is used if the
-estimator has no lower bound."""
+_HIGH, _WEIGHTS = 1.25, (0.3, 0.4, 0.3)
+"""Rate above the expected one, as a multiple of it, and the weights of the lower, the expected and this rate."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """Possible rates in slow start, as multiples of the rate so far, and their weights."""
 GROWTH = 2.0
@@ -127,7 +126,7 @@ class LinkBelief:
         if view.growing:
             rates = sorted((*(each * rate for each in _GROWN[:-1]), LinkBelief.grown(view, rate)))
             return Belief.of(tuple(rates), _GROWN_WEIGHTS)
-        low = view.lower_bound if 0.0 < view.lower_bound <= rate else _LOW * rate
+        low = view.lower_bound if 0.0 < view.lower_bound <= rate else LOW_SHARE * rate
         return Belief.of((low, rate, _HIGH * rate), _WEIGHTS)
 
     @staticmethod

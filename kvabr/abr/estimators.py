@@ -6,19 +6,18 @@ is estimated separately: otherwise a small group on a long link looks like a slo
 
 from __future__ import annotations
 
-import heapq
 import math
 from abc import ABC, abstractmethod
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar
 
 WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 SLOT_SHARE = 1 / 200
 """Samples are merged until they span this share of the deadline; rates are not measured more often."""
+LOW_SHARE = 0.5
+"""Lower bound of an uncertain rate, as a share of the estimate."""
 _MIN_CONFIDENCE = 0.5
 """Minimum confidence for policies to see the rate of earlier plays."""
 
@@ -185,17 +184,6 @@ class HarmonicMean(MergedSamples):
         return self.rate() / (1.0 + max(self._errors, default=0.5))
 
 
-_STRETCH_SHARE = 1 / 4
-"""Length of the stretch covered by a bound, as a share of the deadline."""
-_MISS_PROBABILITY = 0.1
-"""Target probability of a rate below the bound."""
-_BORROWED = (
-    0.60, 0.73, 0.81, 0.87, 0.91, 0.94, 0.96, 0.98, 0.99, 1.01,
-    1.03, 1.05, 1.07, 1.10, 1.14, 1.18, 1.25, 1.35, 1.50, 2.00,
-)  # fmt: skip
-"""Carried over expected bytes on real traces: twenty quantiles."""
-_MAX_STRETCHES = 40
-"""Number of past stretches in the bound."""
 _DRIFT = 0.5
 """Deviations below the expectation that are ignored."""
 _CHANGE_THRESHOLD = 12.0
@@ -214,15 +202,11 @@ _MIN_LOG = -3.0
 
 
 class Tracking(MergedSamples):
-    """The smaller of a fast and a slow mean, restarted after drops; its bound holds nine times out of ten.
+    """The smaller of a fast and a slow mean, restarted after drops; its bound is half of that.
 
     The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection is a
     cumulative sum (Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past
     a threshold, earlier samples are forgotten.
-
-    The bound is the share of the estimate that the link carries at least nine times out of ten: delivered over
-    expected bytes, at the end of each stretch of time. Until a play has seen enough stretches, quantiles of real
-    traces fill in (as in adaptive conformal inference; Gibbs and Candes, 2021).
 
     A burst with more bytes than expected since the last sample, idle time included, shows that the link is faster,
     and the estimate restarts there. A rate of earlier plays (`prime`) counts as a stretch of samples; the first
@@ -242,17 +226,10 @@ class Tracking(MergedSamples):
     def _forget(self) -> None:
         horizon_s = self._horizon_s
         fast_s, self._slow_s = (share * horizon_s for share in self._shares)
-        self._ahead_s = _STRETCH_SHARE * horizon_s
         self._fast, self._slow = DecayingMean(fast_s), DecayingMean(self._slow_s)
-        self._total_bytes = self._total_s = 0.0
-        self._open: deque[tuple[float, float, float]] = deque()
-        """Unfinished stretches: seconds and bytes at their start, and the expected rate."""
-        self._recent: deque[float] = deque(maxlen=_MAX_STRETCHES)
-        self._ranked: list[float] = []
         self._usual, self._square = 0.0, _MIN_DEVIATION**2
         """Mean and mean square of a sample's logarithm relative to the mean rate."""
         self._sum = self._since_bytes = self._since_s = 0.0
-        self._sure_share: float | None = None
         self._taken_s: float | None = None
         self._prior_only = False
         """True if the rate of earlier plays is known and no sample has arrived."""
@@ -286,10 +263,8 @@ class Tracking(MergedSamples):
         return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
 
     def lower_bound(self) -> float:
-        """Return the share of the estimate that nine stretches out of ten carried."""
-        if self._sure_share is None:
-            self._sure_share = self._quantile()
-        return self._sure_share * self.rate()
+        """Return half the rate; recorded links carry more in nearly every stretch of a play."""
+        return LOW_SHARE * self.rate()
 
     def _restart(self, rate: float, seconds: float) -> None:
         self._fast.restart(rate, seconds)
@@ -305,10 +280,6 @@ class Tracking(MergedSamples):
             self._watch(rate, seconds)
         self._fast.add(rate, seconds)
         self._slow.add(rate, seconds)
-        self._total_bytes += rate * seconds
-        self._total_s += seconds
-        self._judge()
-        self._open.append((self._total_s, self._total_bytes, self.rate()))
 
     def _watch(self, rate: float, seconds: float) -> None:
         expected = self._slow.value()
@@ -329,24 +300,6 @@ class Tracking(MergedSamples):
             self.changes += 1
             self._restart(self._since_bytes / self._since_s, self._since_s)
             self._sum = self._since_bytes = self._since_s = 0.0
-            self._open.clear()
-
-    def _judge(self) -> None:
-        while self._open and self._total_s - self._open[0][0] >= self._ahead_s:
-            began_s, began, expected = self._open.popleft()
-            if expected <= 0:
-                continue
-            carried = (self._total_bytes - began) / (self._total_s - began_s) / expected
-            if len(self._recent) == _MAX_STRETCHES:
-                self._ranked.remove(self._recent[0])
-            self._recent.append(carried)
-            insort(self._ranked, carried)
-        self._sure_share = None
-
-    def _quantile(self) -> float:
-        wanted = max(1, math.ceil(_MISS_PROBABILITY * (len(self._ranked) + len(_BORROWED))))
-        lowest = heapq.merge(self._ranked[:wanted], _BORROWED[:wanted])
-        return min(1.0, next(islice(lowest, wanted - 1, None)))
 
 
 BUILTIN = {cls.name: cls for cls in (HarmonicMean, Tracking)}

@@ -34,8 +34,6 @@ _MIN_GAIN = 0.03
 """Minimum relative gain of a new division over the previous one, or over no computing."""
 _MAX_WAIT_COST = 1.05
 """Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
-_SLOW_START_WEIGHT = 0.5
-"""Share of the cost of waiting that counts in slow start, as each round trip improves the estimate."""
 _SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
 """Factor of a sudden speed-up of the link, and its maximum probability during a call."""
 _MIN_PLAY_COST = 1e-6
@@ -208,8 +206,7 @@ class ComputePlanner:
             if self._suffix:
                 self._waits = (quiet or float(waits.max()) <= _MAX_WAIT_COST) and waiting < float(regret[best])
             else:
-                share = _SLOW_START_WEIGHT if belief.state == "growing" else 1.0
-                self._call_to = self._first_call(view, way, least, shares, 1.0 + share * (waiting - 1.0))
+                self._call_to = self._first_call(view, way, least, shares, waiting)
         self._network_s = float(way.network_s[best])
         stop = int(way.stops[best])
         play, compute = (-1, 0) if self._suffix else (0, -1)

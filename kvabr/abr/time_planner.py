@@ -40,8 +40,8 @@ MAX_PARTS = 64
 stops."""
 _LATE_SECOND_COST = 1e3
 """Price of a second after the deadline, nats per token; prefers plans that end in time."""
-_SIMILAR_GAIN_FACTORS = 16.0, 1.25
-"""Factors within which the gains of upgrades count as similar, and as equal."""
+_SIMILAR_FACTOR, _EQUAL_FACTOR = 16.0, 1.25
+"""Factors within which gains count as similar, and within which gains or losses count as equal."""
 _NEGLIGIBLE_PRICE = 1e-18
 """Price that is practically zero, nats; avoids division by zero."""
 UNAVAILABLE_LOSS = 1e9
@@ -252,6 +252,15 @@ class TimePlanner:
         """Set where a suffix engine computes the rest, amplifying errors right before; None: no engine."""
         self._cut = group if self._rest_factors is not None else None
 
+    def by_loss(self, track: str) -> list[int]:
+        """Return all groups by their loss on a track, the largest first; of about equal ones the last group first.
+
+        Neighbours that are requested together share a range of an object store.
+        """
+        losses = _rounded(np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE), _EQUAL_FACTOR)
+        order: list[int] = np.lexsort((-np.arange(losses.size), -losses)).tolist()
+        return order
+
     def lost(self) -> float:
         """Return the loss without further requests, nats per generated token."""
         if self._cut is None:
@@ -313,7 +322,7 @@ class TimePlanner:
         worthy = np.flatnonzero(gains > max(_NEGLIGIBLE_PRICE, least))
         # Of upgrades with a similar gain, tracks that decode slower than they arrive go first, to keep decoders busy
         # until the end. At about equal gains, neighbours follow each other: they share a range of an object store.
-        similar, equal = (np.floor(np.log(gains[worthy]) / math.log(factor)) for factor in _SIMILAR_GAIN_FACTORS)
+        similar, equal = (_rounded(gains[worthy], factor) for factor in (_SIMILAR_FACTOR, _EQUAL_FACTOR))
         arrives_s = nbytes[picks, columns][worthy] / max(view.rate, _NEGLIGIBLE_PRICE)
         faster = arrives_s >= decode[picks, columns][worthy] / view.decoders
         order = np.lexsort((groups[worthy], -equal, faster, -similar))[::-1]
@@ -561,3 +570,8 @@ class TimePlanner:
             least = max(view.time_price, _MIN_TIME_PRICE)
             found = better(divided([(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found
+
+
+def _rounded(values: Array, factor: float) -> Array:
+    """Return the positions of positive values on a logarithmic scale, rounded down to steps of a factor."""
+    return np.floor(np.log(values) / math.log(factor))

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from kvabr.abr.belief import GROWTH, RATE_TOLERANCE, RECOVERED, SLOW, TIME_TOLERANCE, LinkBelief
+from kvabr.abr.estimators import LOW_SHARE
 from kvabr.abr.policy import Decision, Division, Parameter, Policy
 from kvabr.abr.view import View
 
@@ -31,10 +32,6 @@ _MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
 _AHEAD_SHARE = 0.01
 """Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
-_MIN_SPARE_FACTOR = 2.0
-"""Number of times that a plan must fit into the time left to skip the base, on a link as fast as in earlier plays."""
-_FOLLOWED_SHARE = 1 / 16
-"""A plan holds until this share of the groups is requested."""
 
 
 class Anytime(Policy):
@@ -64,14 +61,13 @@ class Anytime(Policy):
         self._plan: TimePlan | None = None
         self._planned: tuple[object, ...] = ()
         self._planned_rate = self._planned_s = 0.0
-        self._followed = self._settled = 0
+        self._settled = 0
         self._ranked: list[tuple[float, int, int]] = []
         """Upgrades as (saving per price, group, track); the first to request is last."""
         self._over = False
         self._filling = True
         self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > view.deadline_s
-        losses = self._base.loss
-        self._order = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
+        self._order = deque(self._times.by_loss(self._base.name))
 
     def decide(self, view: View) -> Decision:
         """Give work to an idle engine first, then request bases, then upgrades."""
@@ -136,7 +132,6 @@ class Anytime(Policy):
             or case != self._planned
             or abs(view.rate - self._planned_rate) > RATE_TOLERANCE * self._planned_rate
             or view.now - self._planned_s > TIME_TOLERANCE * view.deadline_s
-            or self._followed > _FOLLOWED_SHARE * view.groups
             or (settled - self._settled > view.keeps and not view.missing_groups)
         ):
             rate = view.rate or self._link.best_rate * RECOVERED
@@ -151,7 +146,7 @@ class Anytime(Policy):
             plan = self._times.plan(view, self._link.grown(view, rate), computed, computed_s)
             self._plan, self._planned, self._over = plan, case, False
             self._planned_rate, self._planned_s = view.rate, view.now
-            self._followed, self._settled = 0, settled
+            self._settled = settled
             self._ranked = self._times.rank(view, plan, self._link.arrivals(view, rate), computed)
         return plan
 
@@ -185,27 +180,20 @@ class Anytime(Policy):
     def _final(self, view: View) -> Decision | None:
         """Request a group on its planned track, or wait; None: request the base first, unless the link is safe."""
         plan = self._plan_for(view)
-        if view.growing or view.outstanding_bytes + plan.bytes > view.lower_bound * view.time_left:
+        near_prior = view.prior_own and LOW_SHARE * view.prior_rate <= view.rate <= view.prior_rate / LOW_SHARE
+        if view.growing or not near_prior or plan.ends_s >= LOW_SHARE * view.time_left:
             return None
-        if not self._link_is_safe(view, plan):
-            return None
-        group = self._next_group(view, neighbours=True)
+        group = self._next_group(view, least=True)
         track = self._times.names[plan.targets[group]]
         if self._enough(view):
             return Decision.wait("enough is in flight")
         self._follow(group, track)
         return Decision.fetch(group, track, f"lowest total cost; all groups take {plan.ends_s:.2f} s more")
 
-    @staticmethod
-    def _link_is_safe(view: View, plan: TimePlan) -> bool:
-        """Return whether the link is as fast as in earlier plays, and the plan ends in time."""
-        near_prior = view.prior_own and 0.5 * view.prior_rate <= view.rate <= 2.0 * view.prior_rate
-        return near_prior and _MIN_SPARE_FACTOR * plan.ends_s < view.time_left
-
-    def _next_group(self, view: View, *, neighbours: bool = False) -> int:
+    def _next_group(self, view: View, *, least: bool = False) -> int:
         """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
 
-        ``neighbours``: groups in order, which share a range of an object store; for a play that is safe.
+        ``least``: the smallest loss; its group is small and is decoded while the others arrive.
         """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
@@ -213,14 +201,14 @@ class Anytime(Policy):
             return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
-        while self._order and not neighbours:
-            if (group := self._order[0]) in missing:
-                return group
-            self._order.popleft()
-        return next(iter(missing))  # without neighbours: requested before, but lost
+        end, take = (-1, self._order.pop) if least else (0, self._order.popleft)
+        while self._order:
+            if self._order[end] in missing:
+                return self._order[end]
+            take()
+        return next(iter(missing))  # requested before, but lost
 
     def _follow(self, group: int, track: str) -> None:
-        self._followed += 1
         self._times.follow(group, track)
 
     # ------------------------------------------------------------ the upgrades
