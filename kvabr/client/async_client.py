@@ -33,16 +33,14 @@ from kvabr.client.options import Limits, PlayOptions, warn_not_stored
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peers import ClientPeer, PeersLike, Query, combined
-from kvabr.client.play import (
+from kvabr.client.play import play_coded, play_prefix, play_whole
+from kvabr.client.prepare import (
     check_engine,
     check_prompt,
     computes_at_once,
     engine_of,
     lookup_time,
     model_of,
-    play_coded,
-    play_prefix,
-    play_whole,
     prepare,
     tail_choices,
 )

@@ -1,7 +1,4 @@
-"""Check, prepare and run plays, from the arguments of a call to the end.
-
-Preparing a found asset fetches its codec profile, selects the tracks that can be decoded, and chooses the prefix to
-fetch.
+"""Run plays from the first request to the end.
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
 `IncompleteError`. A prefix play is for an engine that computes the rest itself (vLLM, SGLang): it returns the groups
@@ -12,26 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from kvabr.abr.estimators import Prior
-from kvabr.abr.ladder import Ladder
-from kvabr.abr.planner import computed_before_a_lookup
-from kvabr.abr.plugins import load_policy, policy_class
-from kvabr.abr.tail import MAX_TAIL, TailOffer, tail_costs, tail_offers
+from kvabr.abr.plugins import load_policy
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
-from kvabr.client.lookup import Found, most_frame_bytes, playable
-from kvabr.client.memory import EngineCosts
-from kvabr.client.options import PlayOptions
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.runner import Clock, PlayCall, guard_s
+from kvabr.client.prepare import Prepared
+from kvabr.client.runner import PlayCall
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
@@ -39,274 +30,18 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.groups import SharedDecodeRate
-from kvabr.player.play_policy import choose_tail
 from kvabr.player.session import Session
 from kvabr.player.session_types import BlendGoal, PlayRecord, PrefixGoal, UpgradeGoal, WholeGoal, opening
 from kvabr.store.buffers import CACHES
 from kvabr.types.catalog import RECOMPUTED, Catalog
-from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine
-from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
-from kvabr.types.events import Log, PlayEvent, ProfileFailed
-from kvabr.types.kv import KVSpec
-from kvabr.types.live import GrowingCatalog
-from kvabr.types.media import MediaTokens
-from kvabr.types.words import counted
+from kvabr.types.errors import PlayError, UsageError
+from kvabr.types.events import Log, PlayEvent
 
-_PROFILE_SHARE = 0.3
-"""Fraction of the time left that may be spent fetching a profile; without it, tracks that need it are omitted."""
-_LOOKUP_SHARE = 0.25
-"""Minimum fraction of the time left for a lookup, even if the engine could then be late."""
-_MAX_PREFIXES = 16
-"""Maximum number of prefixes to consider if the engine cannot continue at every group."""
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
 """Minimum fraction of the deadline for a play after a slow lookup: of a whole cache, and of a prefix."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
 """Tensors of fewer bytes are not placed in huge pages."""
-
-
-def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
-    """Raise `UsageError` unless a prompt has one dimension and at least one token; `chain` checks the ids.
-
-    A prompt with media cannot be played with an ``engine``, which receives only token ids.
-    """
-    if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
-        raise UsageError(
-            f"a prompt must be a sequence of token ids, got {type(tokens).__name__}; tokenize text first, or give the "
-            "`tokens` of a loaded file"
-        )
-    shape = getattr(tokens, "shape", None)
-    if shape is not None and len(shape) != 1:
-        raise UsageError(f"a prompt must have one dimension, got the shape {tuple(shape)}")
-    if not len(tokens):
-        raise UsageError("a prompt must have at least 1 token, got 0")
-    if engine is not None and isinstance(tokens, MediaTokens):
-        raise UsageError(
-            "an engine computes from token ids alone, but some of these stand for media: play with "
-            "PlayOptions(recompute=False), and let the model compute the rest"
-        )
-
-
-def engine_of(
-    engine: Engine | None, options: PlayOptions, costs: EngineCosts
-) -> tuple[Engine | None, PrefillCost | None]:
-    """Return the engine of a play and its prefill cost; both None if it may not compute."""
-    if engine is None or not options.recompute:
-        return None, None
-    return engine, options.prefill_cost or costs.of(engine).cost()
-
-
-def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
-    """Return the model to look up, and True if any group size is accepted."""
-    if engine is None:
-        return model, False
-    if isinstance(model, KVSpec):
-        check_engine(engine, model)
-        return model, False
-    if model not in (None, engine.spec.model):
-        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
-    return engine.spec, True
-
-
-def check_engine(engine: Engine, spec: KVSpec) -> None:
-    """Raise `UsageError` unless an engine computes caches of a spec."""
-    if not engine.spec.same_cache(spec):  # the publisher chooses the group size
-        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {spec.model}")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A found asset, ready to play."""
-
-    ladder: Ladder
-    profile: Profile | None
-    sha256: str
-    limited_by: str | None
-    engine_tokens: int = 0
-    """Tokens at the end of the asset that the engine computes, with the question or because that is faster."""
-    cut: str | None = None
-    tail: int = 0
-    """Of these, the tokens computed with the question, on the fetched cache."""
-    tail_s: float = 0.0
-    """Seconds that the engine takes for the tail."""
-    growing: GrowingCatalog | None = None
-    """Catalog of an asset still being prefilled; None if it is complete."""
-
-    @property
-    def catalog(self) -> Catalog:
-        """The tracks that can be decoded here."""
-        return self.ladder.catalog
-
-
-async def prepare(
-    call: PlayCall, found: Found, skip: int = 0, *, uncached: int | None = None, block: int = 1
-) -> Prepared:
-    """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
-
-    The engine has the first ``skip`` groups, and computes ``uncached`` tokens after the asset. If ``uncached`` is
-    given, the prefix may become shorter than the asset (`shortened`, `kvabr.abr.tail`).
-
-    Raises:
-        FormatError: none of the asset's tracks can be decoded here.
-        PlayError: the deadline has passed, and there is no engine.
-        UsageError: everything is skipped.
-    """
-    catalog = found.to_play
-    with suppress(TransportError, TimeoutError):  # later requests report the error
-        async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
-            await call.connection.reach()
-    if call.engine is not None and call.options.prefill_cost is None:
-        call.cost = call.memory.costs.of(call.engine).cost(catalog.prefill)
-    profile, why = await _profile_of(call, catalog)
-    catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
-    end, cut = catalog.first_token + catalog.tokens, None
-    link = call.link
-    if call.cost is not None and uncached is not None:
-        catalog = shortened(catalog, call.cost, link, call.left_s, skip=skip, uncached=uncached, block=block)
-        if catalog.first_token + catalog.tokens < end:
-            cut = "the rest is faster to compute than to fetch"
-    uncached = end - catalog.first_token - catalog.tokens + (uncached or 0) + call.options.question_tokens
-    offer = await _tail(call, catalog, link.rate, skip=skip, uncached=uncached, block=block)
-    wanted, growing = offer.catalog, None
-    if offer.tokens and cut is None:
-        cut = f"the last {counted(offer.tokens, 'token')} are computed with the question"
-    if found.live is not None:
-        growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
-        wanted = growing.catalog
-    for asset in catalog.sources or (catalog,):
-        for name, digests in asset.known_digests() if growing is None else growing.known.items():
-            call.connection.identify(asset.namespace, name, digests)
-    ladder = await call.in_time(partial(_ladder, wanted))
-    engine_tokens = end - wanted.first_token - wanted.tokens
-    return Prepared(
-        ladder, profile, found.sha256, found.limited_by, engine_tokens, cut, offer.tokens, offer.engine_s, growing
-    )
-
-
-async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, uncached: int, block: int) -> TailOffer:
-    choices = partial(
-        tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=uncached, skip=skip, block=block,
-        decoders=call.decoders, divides=call.engine is not None and policy_class(call.options.policy).divides,
-    )  # fmt: skip
-    return choose_tail(call.options.policy, *await call.in_time(choices))
-
-
-async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
-    if catalog.profile is None:
-        return None, "the asset has none"
-    if not call.memory.profiles.has(catalog) and not pays(catalog):
-        return None, "fetching it does not pay off"
-    try:
-        async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
-            return await call.memory.profiles.fetch(call.connection, catalog), ""
-    except (TransportError, FormatError, TimeoutError) as error:
-        why = str(error) or "it was not received in time"
-        call.options.note(ProfileFailed(call.clock.now(), why))
-    return None, why
-
-
-def pays(catalog: Catalog) -> bool:
-    """Return True if profile and cheapest track are smaller than the cheapest track without a profile."""
-    try:
-        plain = playable(catalog, profile=False)
-    except FormatError:
-        return True
-    cheapest = min(track.total_bytes for track in catalog.tracks if track.refines is None)
-    return catalog.profile_bytes + cheapest < min(t.total_bytes for t in plain.tracks if t.refines is None)
-
-
-def _ladder(catalog: Catalog) -> Ladder:
-    ladder = Ladder(catalog)
-    ladder.price(0.0)
-    return ladder
-
-
-def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: Prior) -> bool:
-    """Return True if an engine finishes before a typical lookup, and the objective prefers that."""
-    if cost is None or not (policy_class(options.policy).divides and options.time_price > 0):
-        return False
-    return math.isfinite(options.gpu_price) and computed_before_a_lookup(cost, tokens, link.ttfb_s)
-
-
-def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
-    """Return the longest lookup, in seconds, that leaves the engine time to recompute everything."""
-    left_s = max(_MIN_LEFT_S, clock.left())
-    if cost is None:
-        return left_s
-    return max(left_s - guard_s(clock.deadline_s) - cost.seconds(0, tokens), _LOOKUP_SHARE * left_s)
-
-
-def tail_choices(
-    catalog: Catalog,
-    cost: PrefillCost | None,
-    options: PlayOptions,
-    rate: float,
-    left_s: float,
-    *,
-    following: int,
-    skip: int = 0,
-    block: int = 1,
-    decoders: int = 1,
-    divides: bool = False,
-) -> tuple[list[TailOffer], list[float]]:
-    """Return possible divisions of a prefix between network and engine, and the expected cost of a play with each.
-
-    ``catalog`` is from `Found.to_play`. Without a ``cost`` there is no engine, and a tail only if the options set one.
-    ``rate`` is in bytes per second, 0.0 if unknown; ``left_s``: seconds to the deadline; ``following``: tokens after
-    the prefix, which the engine always computes; ``skip``: leading groups that the engine has; ``block``: block size in
-    tokens; ``decoders``: number of decoders in parallel. ``divides``: the engine may compute everything if that costs
-    less.
-    """
-    most = (0 if cost is None else MAX_TAIL) if options.tail is None else options.tail
-    offers = tail_offers(catalog, cost, following=following, limit=most, skip=skip, block=block)
-    computed_s = math.inf
-    if cost is not None:
-        left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)
-        if divides:
-            before = catalog.tokens_before(skip)
-            computed_s = cost.seconds(catalog.first_token + before, catalog.tokens - before)
-    costs = tail_costs(
-        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
-        computed_s=computed_s,
-    )  # fmt: skip
-    return offers, costs
-
-
-def shortened(
-    catalog: Catalog, cost: PrefillCost, link: Prior, left_s: float, *, skip: int, uncached: int, block: int = 1
-) -> Catalog:
-    """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
-
-    Returns the whole prefix if the engine can continue at every group, or if the link is unknown. ``uncached``: tokens
-    after the whole prefix, which the engine computes; other arguments as for `tail_choices`.
-    """
-    kinds = {only.kind for only in catalog.spec.classes}
-    if kinds <= {"full", "latent"} or link.rate <= 0:
-        return catalog
-    groups, size = len(catalog.chunks), catalog.spec.group_tokens
-    counts = {catalog.playable(skip + (groups - skip) * step // _MAX_PREFIXES)[0] for step in range(1, _MAX_PREFIXES)}
-    best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + uncached)
-    for count in sorted(counts, reverse=True):
-        end = count * size // block * block
-        if soonest_s <= left_s:
-            break
-        if not skip < count < groups or end <= (count - 1) * size:
-            continue
-        try:
-            shorter = catalog.prefix(count, end)
-        except UsageError:  # no snapshot at the end of a block
-            continue
-        seconds = _prefix_s(shorter, cost, link, skip, catalog.tokens + uncached)
-        if seconds < soonest_s:
-            best, soonest_s = shorter, seconds
-    return best
-
-
-def _prefix_s(catalog: Catalog, cost: PrefillCost, link: Prior, skip: int, tokens: int) -> float:
-    left = catalog.suffix(skip)
-    nbytes = min(track.total_bytes for track in left.tracks if track.refines is None)
-    return link.ttfb_s + nbytes / link.rate + cost.seconds(catalog.tokens, tokens - catalog.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
-from kvabr.client.play import shortened
+from kvabr.client.prepare import shortened
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 from tests.client.classes import HYBRID, INDEXED, SLIDING, WINDOWS, Computer, link, numbers, published

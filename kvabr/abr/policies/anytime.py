@@ -187,7 +187,7 @@ class Anytime(Policy):
         track = self._times.names[plan.targets[group]]
         if self._enough(view):
             return Decision.wait("enough is in flight")
-        self._follow(group, track)
+        self._times.follow(group, track)
         return Decision.fetch(group, track, f"lowest total cost; all groups take {plan.ends_s:.2f} s more")
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
@@ -207,9 +207,6 @@ class Anytime(Policy):
                 return self._order[end]
             take()
         return next(iter(missing))  # requested before, but lost
-
-    def _follow(self, group: int, track: str) -> None:
-        self._times.follow(group, track)
 
     # ------------------------------------------------------------ the upgrades
 
@@ -233,7 +230,7 @@ class Anytime(Policy):
             track = self._times.names[number]
             settled = group in view.settled and view.track_of[group] != track
             if (settled or view.extends(group, track)) and (group, track) not in view.unavailable:
-                self._follow(group, track)
+                self._times.follow(group, track)
                 return Decision.upgrade(group, track, f"saves {min(gain, 1e6):.1f} times its price")
         if view.in_flight or view.coming:
             return Decision.wait("every upgrade that is worth the wait is in flight")
