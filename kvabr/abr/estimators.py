@@ -15,11 +15,11 @@ from typing import ClassVar
 WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 SLOT_SHARE = 1 / 200
-"""Samples are merged until they span this share of the deadline; rates are not measured more often."""
+"""Samples are merged until they span this fraction of the deadline, so rates are measured at most this often."""
 LOW_SHARE = 0.5
-"""Lower bound of an uncertain rate, as a share of the estimate."""
+"""Lower bound of an uncertain rate, as a fraction of the estimate."""
 _MIN_CONFIDENCE = 0.5
-"""Minimum confidence for policies to see the rate of earlier plays."""
+"""Minimum confidence at which policies see the rate of earlier plays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class HarmonicMean(MergedSamples):
 
 
 _DRIFT = 0.5
-"""Deviations below the expectation that are ignored."""
+"""Shortfall of a sample that is ignored, in deviations."""
 _CHANGE_THRESHOLD = 12.0
 """Sum of shortfalls, beyond the drift, that signals a change."""
 _MIN_DEVIATION = 0.25
@@ -204,13 +204,13 @@ _MIN_LOG = -3.0
 class Tracking(MergedSamples):
     """The smaller of a fast and a slow mean, restarted after drops; its bound is half of that.
 
-    The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection is a
-    cumulative sum (Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past
-    a threshold, earlier samples are forgotten.
+    The rate is the smaller of a fast and a slow moving mean (as in Shaka and dash.js). Changes are detected by a
+    cumulative sum (Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past a
+    threshold, earlier samples are forgotten.
 
-    A burst with more bytes than expected since the last sample, idle time included, shows that the link is faster,
-    and the estimate restarts there. A rate of earlier plays (`prime`) counts as a stretch of samples; the first
-    sample, perhaps in slow start, may raise the estimate but not lower it.
+    A burst with more bytes than expected since the last sample, including idle time, shows that the link is faster, and
+    the estimate restarts there. A rate of earlier plays (`prime`) counts as a stretch of samples; the first sample,
+    perhaps in slow start, may raise the estimate but not lower it.
     """
 
     name: ClassVar[str] = "tracking"
@@ -263,7 +263,7 @@ class Tracking(MergedSamples):
         return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
 
     def lower_bound(self) -> float:
-        """Return half the rate; recorded links carry more in nearly every stretch of a play."""
+        """Return half the rate; recorded links carry more in nearly every part of a play."""
         return LOW_SHARE * self.rate()
 
     def _restart(self, rate: float, seconds: float) -> None:

@@ -35,7 +35,7 @@ _MIN_GAIN = 0.03
 _MAX_WAIT_COST = 1.05
 """Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
 _SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
-"""Factor of a sudden speed-up of the link, and its maximum probability during a call."""
+"""Factor by which the link may suddenly become faster, and the maximum probability of that during a call."""
 _MIN_PLAY_COST = 1e-6
 """Minimum cost of a play in nats per generated token, so that ratios of costs stay finite."""
 _SETTLED_BEFORE_CALL = 8

@@ -39,7 +39,7 @@ MAX_PARTS = 64
 """Maximum number of parts of a long prompt in a division, each on one track; also the maximum number of engine
 stops."""
 _LATE_SECOND_COST = 1e3
-"""Price of a second after the deadline, nats per token; prefers plans that end in time."""
+"""Cost of a second after the deadline, in nats per generated token, so that plans that end in time are preferred."""
 _SIMILAR_FACTOR, _EQUAL_FACTOR = 16.0, 1.25
 """Factors within which gains count as similar, and within which gains or losses count as equal."""
 _NEGLIGIBLE_PRICE = 1e-18
@@ -249,11 +249,12 @@ class TimePlanner:
         self._stay[group] = loss
 
     def cut_at(self, group: int | None) -> None:
-        """Set where a suffix engine computes the rest, amplifying errors right before; None: no engine."""
+        """Set where a suffix engine begins, since it amplifies errors right before; None: it computes nothing."""
         self._cut = group if self._rest_factors is not None else None
 
     def by_loss(self, track: str) -> list[int]:
-        """Return all groups by their loss on a track, the largest first; of about equal ones the last group first.
+        """Return all groups by their loss on a track, the largest first; of those with about equal loss, the last
+        first.
 
         Neighbours that are requested together share a range of an object store.
         """
@@ -573,5 +574,5 @@ class TimePlanner:
 
 
 def _rounded(values: Array, factor: float) -> Array:
-    """Return the positions of positive values on a logarithmic scale, rounded down to steps of a factor."""
+    """Return positive values on a logarithmic scale, rounded down to steps of a factor."""
     return np.floor(np.log(values) / math.log(factor))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
 _AHEAD_SHARE = 0.01
-"""Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
+"""Duration of the bytes in flight, in addition to round trips, as a fraction of the deadline."""
 
 
 class Anytime(Policy):
@@ -178,7 +178,7 @@ class Anytime(Policy):
         return Decision.fetch(self._next_group(view), name, "the base of every group comes first")
 
     def _final(self, view: View) -> Decision | None:
-        """Request a group on its planned track, or wait; None: request the base first, unless the link is safe."""
+        """Request a group on its planned track, or wait; return None if the base must be requested first."""
         plan = self._plan_for(view)
         near_prior = view.prior_own and LOW_SHARE * view.prior_rate <= view.rate <= view.prior_rate / LOW_SHARE
         if view.growing or not near_prior or plan.ends_s >= LOW_SHARE * view.time_left:
@@ -191,9 +191,9 @@ class Anytime(Policy):
         return Decision.fetch(group, track, f"lowest total cost; all groups take {plan.ends_s:.2f} s more")
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
-        """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
+        """Return the missing group with the largest loss, or the first one if an engine needs or computes it.
 
-        ``least``: the smallest loss; its group is small and is decoded while the others arrive.
+        ``least``: return that with the smallest loss, which is small and is decoded while the others arrive.
         """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
