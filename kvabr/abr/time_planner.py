@@ -32,7 +32,7 @@ _FINER_LEVELS = (0.25, 0.01, 1e-3, 0.0)
 _FEW_SHARES: Array = np.array([1.0, 0.4])
 """Fractions as in `_LINK_SHARES`, used with these factors."""
 _MIN_TIME_PRICE = 1e-4
-"""Minimum time price to multiply by these factors, nats per second."""
+"""Minimum time price to which `_DEADLINE_LEVELS` and `_FINER_LEVELS` apply, in nats per second."""
 _REPLACED_BYTE_PRICE = 6.0
 """Price of a replaced byte, as a multiple of that of a requested one, since other plays could have used it."""
 MAX_PARTS = 64
@@ -253,8 +253,7 @@ class TimePlanner:
         self._cut = group if self._rest_factors is not None else None
 
     def by_loss(self, track: str) -> list[int]:
-        """Return all groups by their loss on a track, the largest first; of those with about equal loss, the last
-        first.
+        """Return all groups by their loss on a track, the largest first; of about equal ones, the last group first.
 
         Neighbours that are requested together share a range of an object store.
         """

@@ -229,8 +229,10 @@ def reloads(setup: ServerSetup, server: Server) -> Reloads:
 def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | None = None) -> FilteringBoundLogger:
     """Return a logger that writes one line per event.
 
-    json: Write JSON lines instead of text; None: if the stream is not a terminal. verbose: Include debug events.
-    stream: Output; None: standard error.
+    Args:
+        json: Write JSON lines instead of text; None: if the stream is not a terminal.
+        verbose: Include debug events.
+        stream: Output; None: standard error.
     """
     import structlog
 

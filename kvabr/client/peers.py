@@ -286,7 +286,7 @@ class SharedLink:
         return _known(self._all())[0]
 
     def of_others(self, share: LinkShare, find: Callable[[list[LinkShare]], V]) -> V:
-        """Return ``find`` of the other plays; with many plays, of all, cached for a moment."""
+        """Return ``find`` applied to the other plays; if there are many, applied to all plays and cached briefly."""
         if len(self._members) <= _MAX_FRESH_PLAYS:
             return find([one for one in self._all() if one is not share])
         now = self.clock()

@@ -180,7 +180,7 @@ class Assembler:
         self._direct: set[int] = set()
         """Groups being decoded directly into their empty places; no other thread may write there."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
-        """Unused scratch tensors per layer class, since the system must clear fresh memory."""
+        """Scratch tensors kept for reuse, per layer class, since the system must clear fresh memory."""
         self._taken = self._open = self._handed = False
         """True if groups are refused; True if upgrades are accepted; True once handed over."""
         self._again: set[int] = set()

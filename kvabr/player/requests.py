@@ -35,7 +35,7 @@ DEARER_PRIORITY = 64
 UPGRADE_PRIORITY = 128
 """First priority of upgrades, after all required groups."""
 _OCTAVE = 3.0
-"""Priorities per factor of two in loss saved per byte."""
+"""Number of priorities per factor of two in loss saved per byte."""
 _OVERTAKES, _OVERTAKES_HELD = 24, 9
 """Priority difference for overtaking an older upgrade, and for overtaking one that itself waits for an older upgrade,
 so that slightly better upgrades do not starve them."""

@@ -25,7 +25,7 @@ _MIN_SHARE = 1 / 400
 _MAX_SHARE = 1 / 12
 """Maximum length of a sample in slow start, as a fraction of the deadline."""
 _SILENCE_SHARE = 1 / 25
-"""A link is silent after this fraction of the deadline and three times the time to first byte."""
+"""A link is silent after this fraction of the deadline or three times the time to first byte, whichever is longer."""
 _PACKET = 1200
 """Minimum bytes of a chunk that says something about the link."""
 _RAMP = 1.25

@@ -4,13 +4,13 @@ Theory of operation. The owner passes in bytes from the byte stream (`receive`),
 writes the result of `data_to_send`. Each end begins with its transport parameters; stream data waits for those of the
 peer.
 
-1. Stream data arrives in order, so an event carries a view of the received bytes without reassembly. 2. While a STREAM
-frame is incomplete, `expected` names the stream of the next bytes. The owner may read them directly
+1. Stream data arrives in order, so an event carries a view of the received bytes without reassembly.
+2. While a STREAM frame is incomplete, `expected` names the stream of the next bytes. The owner may read them directly
    to their destination, and report them by `took`.
 3. One call parses a limited number of frames. While unparsed bytes remain (`waits`), the owner calls `go_on` instead of
    `receive`, and must not modify the passed buffer.
-4. Received data counts as consumed, and windows reopen when half used: the owner must limit what it stores. 5. If the
-peer breaks a rule, the connection ends with CONNECTION_CLOSE and a `Terminated` event.
+4. Received data counts as consumed, and windows reopen when half used: the owner must limit what it stores.
+5. If the peer breaks a rule, the connection ends with CONNECTION_CLOSE and a `Terminated` event.
 
 Section numbers without a document are those of draft-ietf-quic-qmux-01.
 """

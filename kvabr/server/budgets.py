@@ -53,7 +53,7 @@ class Account:
 
 
 class Budgets:
-    """All accounts of a server."""
+    """The budgets of all connections of a server."""
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time.monotonic) -> None:
 

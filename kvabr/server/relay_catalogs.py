@@ -152,7 +152,7 @@ class Catalogs:
     """The small tracks of an origin, in bounded memory."""
 
     FRESH_S = 2.0
-    """Minimum seconds for which an answer is repeated without asking the origin."""
+    """Minimum seconds for which an answer is repeated without a request to the origin."""
     PATIENCE_S = 0.5
     """Seconds to wait for the origin before its last answer is repeated."""
     DISCONNECTED_S = 1.0

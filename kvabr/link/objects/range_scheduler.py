@@ -2,11 +2,11 @@
 
 No I/O, no clock. Rules:
 
-1. Up to `GETS` run at a time. More would only fill the link's queue, where urgent bytes then wait. 2. The most urgent
-piece goes first. Waiting pieces that adjoin it join its GET, up to `MAX_BYTES`, if they are of the
+1. Up to `GETS` run at a time. More would only fill the link's queue, where urgent bytes then wait.
+2. The most urgent piece goes first. Waiting pieces that adjoin it join its GET, up to `MAX_BYTES`, if they are of the
    same kind: needed, needed on a dearer track, or an upgrade (`kvabr.player.requests`).
-3. Waiting pieces are divided among the GETs that may start. 4. A spare GET is reserved for pieces needed more than
-those being received. Its connection is open, so its bytes arrive
+3. Waiting pieces are divided among the GETs that may start.
+4. A spare GET is reserved for pieces needed more than those being received. Its connection is open, so its bytes arrive
    soonest even while bytes of a cancelled GET fill the link.
 5. A GET is cancelled once none of its remaining pieces is wanted. A short rest is received to its end instead, without
    counting against `GETS`: only then does an HTTP/1.1 connection stay open, and a new one costs round trips.
