@@ -35,7 +35,7 @@ _MIN_WEIGHTS = 10_000
 _PER_ELEMENT = 2.0
 """Cost of a token pair per element of a token's cache, in units of a token's cost per weight."""
 _REFERENCE_MODEL = (8e9, 65536.0, 2.35)
-"""Weights and cache elements per token of a typical model, and the exponent of weights in elements."""
+"""Weights and cache elements per token of a typical model, and the power of elements with which weights grow."""
 
 
 def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> PrefillCost:

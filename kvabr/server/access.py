@@ -46,7 +46,7 @@ class Access:
         self.grant: Grant | None = None
         """Grant of the SETUP's token; None: the connection must close."""
         self.expires_s = float("inf")
-        """Expiry of the first of its tokens to expire, in seconds since 1970."""
+        """Earliest expiry of its tokens, in seconds since 1970."""
 
     def enter(self, token: bytes | None) -> Grant | Denial:
         """Set and return the grant of the SETUP's token, or return why it is denied."""

@@ -611,7 +611,7 @@ class LimitWatch:
             self._wall, self._cpu = now, cpu
 
     def worked(self, cpu_s: float) -> None:
-        """Add processor time of the connection's threads in seconds, since the loop waited for it."""
+        """Add seconds of processor time of the connection's threads, for which the loop waited."""
         self._cpu -= cpu_s
 
     def alive(self) -> None:

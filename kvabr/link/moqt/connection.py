@@ -341,7 +341,7 @@ class Subscriber:
                 pass
 
     def take(self, event: Received, limit: Limit) -> None:
-        """Pass objects to their group's transfer, or stop a stream without one."""
+        """Pass objects to their group's transfer; if it has none, stop the stream."""
         subscription, stream = self._by_number.get(event.request_id), event.stream
         if subscription is None or stream is None:
             return
