@@ -298,6 +298,7 @@ class PlayCall:
         return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
 
     def estimator(self) -> Estimator:
+        """Return a new estimator of the link, as the options or the policy choose."""
         return new_estimator(self.options.policy, self.options.estimator)
 
     def save_costs(self) -> None:
