@@ -253,12 +253,12 @@ class TimePlanner:
         self._cut = group if self._rest_factors is not None else None
 
     def by_loss(self, track: str) -> list[int]:
-        """Return all groups by their loss on a track, the largest first; of about equal ones, the last group first.
+        """Return all groups by their loss on a track, the largest first; about equal ones in ascending order.
 
         Neighbours that are requested together share a range of an object store.
         """
         losses = _rounded(np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE), _EQUAL_FACTOR)
-        order: list[int] = np.lexsort((-np.arange(losses.size), -losses)).tolist()
+        order: list[int] = np.lexsort((np.arange(losses.size), -losses)).tolist()
         return order
 
     def lost(self) -> float:
