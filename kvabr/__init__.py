@@ -1,7 +1,7 @@
 """kvabr: a video player for KV caches.
 
 A decode node embeds it to stream a prompt's KV cache from wherever it was computed, at the quality that the network
-allows, so that the first token comes on time::
+allows, so that the first token is on time::
 
     with kvabr.Client("moqt://origin.example/", engine=engine) as client:
         played = client.play(tokens, deadline=2.0)
@@ -154,7 +154,7 @@ _MODULES = {
     "kvabr.types.passage": "Exact Passage",
     "kvabr.types.peer": "PeerOptions",
 }
-"""The public names of each module, which is imported when one of them is first used: many need torch."""
+"""The public names of each module. A module is imported when one of its names is first used, since many need torch."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""`python -m kvabr` and the script `kvabr`: the command line, interruptible from its first import on."""
+"""`python -m kvabr` and the script `kvabr`: the command line, which Ctrl-C can interrupt even during imports."""
 
 import os
 import sys

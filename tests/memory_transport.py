@@ -391,9 +391,9 @@ class Dials:
 
     names = ("peer:1",)
 
-    def __init__(self, dial, most_lanes=1, first=None):
+    def __init__(self, dial, max_connections=1, first=None):
         """Dial by a coroutine function; ``first`` is a connection that is there already."""
-        self._dial, self._first, self.most_lanes = dial, first, most_lanes
+        self._dial, self._first, self.max_connections = dial, first, max_connections
 
     async def dial(self):
         first, self._first = self._first, None

@@ -1,6 +1,6 @@
-"""Adaptive bitrate: estimators predict the network's rate, policies decide what to request next.
+"""Adaptive bitrate (ABR): estimators predict the network's rate, policies decide what to request next.
 
-Both are plug-ins: by name, by entry point (``kvabr.policies``, ``kvabr.estimators``), or from a file. They know catalog
+Both are plug-ins: by name, by entry point (``kvabr.policies``, ``kvabr.estimators``), or from a file. They use catalog
 numbers and estimates, never tensors, sockets or clocks.
 """
 

@@ -3,8 +3,8 @@
 It combines samples (an estimator's rate and spread), earlier plays on the path, and slow start so far:
 
 - For an unknown link, rates spread over three orders of magnitude around the rate that the deadline needs.
-- In slow start, rates up to the present one are ruled out.
-- The rate of earlier plays loses trust the longer slow start takes to reach it.
+- In slow start, rates up to the present one are excluded.
+- The rate of earlier plays loses weight the longer slow start takes to reach it.
 - A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
 - Otherwise the belief is the estimate.
 """
@@ -20,50 +20,51 @@ from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
 LOADS = (0.1, 10.0)
-"""Rates of an unknown link, as shares of the exact cache delivered by the deadline."""
+"""Rates of an unknown link, as multiples of the rate that delivers the exact cache by the deadline."""
 UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
-"""A link below this share of its best rate is slow; and the share that it may recover to."""
+"""A link below the first fraction of its best rate is slow; it may recover to the second fraction."""
 _HIGH, _WEIGHTS = 1.25, (0.3, 0.4, 0.3)
 """Rate above the expected one, as a multiple of it, and the weights of the lower, the expected and this rate."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """Possible rates in slow start, as multiples of the rate so far, and their weights."""
 GROWTH = 2.0
-"""Minimum mean rate until the deadline, as a multiple of the present rate, in slow start."""
+"""Minimum mean rate until the deadline in slow start, as a multiple of the present rate."""
 _SLOWER_SHARE, _MIN_SLOWER_SHARE = 0.7, 0.03
-"""Slower alternative to the rate of earlier plays, as a share of it: at first, and at least."""
+"""Slower alternative to the rate of earlier plays, as a fraction of it: initial and minimum."""
 _LATE_START_FACTOR = 1.5
-"""Trust in that rate falls after this multiple of the usual slow start."""
+"""Multiple of the usual duration of slow start after which the weight of that rate falls."""
 _GROWTH_ROUNDS, _MIN_GROWTH = 1.5, 1.3
 """A link is in slow start if its rate grew by the factor `_MIN_GROWTH` within `_GROWTH_ROUNDS` times to first byte."""
 MIN_WAIT_S = 0.02
 """Minimum seconds until the rate is better known."""
 _SILENT_ROUNDS, _DEAD_LINK_SHARE = 4.0, 1e-3
-"""Silent round trips that make a link suspect, and the share of the base that a dead link delivers in time."""
+"""Round trips of silence after which a link may be dead, and the fraction of the base that a dead link delivers in
+time."""
 
 
 RATE_TOLERANCE, TIME_TOLERANCE = 0.1, 0.01
-"""A plan holds until the rate changes by the first share, or for the second share of the time that the play takes."""
+"""A plan is reused until the rate changes by the first fraction, or the second fraction of the deadline has passed."""
 
 
 class Belief(NamedTuple):
     """Possible rates of a link."""
 
     rates: tuple[float, ...]
-    """Bytes per second, finite and positive; ascending, except that a dead link is first."""
+    """Rates in bytes per second, finite and positive; ascending, except that the rate of a dead link is first."""
     weights: tuple[float, ...]
     """Weight of each rate; their sum is 1."""
     ramp: tuple[float, float] | None = None
     """In slow start, the initial rate and its doubling time in seconds."""
     learns_s: float = 0.0
-    """Seconds until the rate should be much better known; 0.0 if it is known."""
+    """Seconds until the rate should be known much better; 0.0 if it is known."""
     state: str = "known"
     """``unknown``, ``growing`` (slow start), ``prior`` (rate of earlier plays), ``slow``, ``silent``, or ``known``."""
 
     @staticmethod
     def of(rates: tuple[float, ...], weights: tuple[float, ...] = ()) -> Belief:
-        """Return a belief in some rates, with equal weights by default.
+        """Return a belief in the given rates, by default with equal weights.
 
         Raises:
             PolicyError: there are no rates, or rates or weights are not positive finite numbers.
@@ -79,7 +80,7 @@ class Belief(NamedTuple):
 
 
 class LinkBelief:
-    """Keeps the belief of one play up to date."""
+    """Updates the belief of one play."""
 
     def __init__(self) -> None:
         self._rates: deque[tuple[float, float]] = deque()
@@ -88,11 +89,12 @@ class LinkBelief:
         self._silent = False
         """True if the first bytes were so late that the link may have been dead."""
         self.best_rate = 0.0
-        """Best rate measured so far, bytes per second."""
+        """Highest rate measured so far, bytes per second."""
         self.fast_s = 0.0
-        """When the link last had about this rate, seconds since the play began."""
+        """When the link last had about this rate, in seconds since the play began."""
         self.held_since_s = self._held_rate = 0.0
-        """Since when the rate has held, within a factor of 2, and that rate; always for a rate of earlier plays."""
+        """Since when the rate has stayed within a factor of 2, and that rate; minus infinity for a rate of earlier
+        plays."""
 
     def look(self, view: View, *, saved: bool) -> Belief:
         """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
@@ -129,9 +131,9 @@ class LinkBelief:
 
     @staticmethod
     def grown(view: View, rate: float) -> float:
-        """Return the mean rate until the deadline, given the rate now and slow start.
+        """Return the mean rate until the deadline, given the present rate and slow start.
 
-        Growth is expected up to the rate of earlier plays only.
+        Growth is expected only up to the rate of earlier plays.
         """
         if not view.growing:
             return rate
@@ -143,9 +145,9 @@ class LinkBelief:
         return max(GROWTH * rate, mean / rounds)
 
     def _alive(self, view: View, *, growing: bool, at_prior: bool, slow: bool) -> Belief:
-        if slow:  # it may be slow for a moment only
+        if slow:  # it may be slow only for a moment
             return Belief.of((view.rate or _MIN_SLOWER_SHARE * self.best_rate, RECOVERED * self.best_rate))
-        if view.ttfb_s > 0:  # after an outage it says little about the round trip
+        if view.ttfb_s > 0:  # after an outage, this says little about the round trip
             self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._silent else view.ttfb_s)
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
         if view.rate > 0 and not growing:
@@ -156,10 +158,10 @@ class LinkBelief:
             return Belief.of((less * view.rate, view.rate))._replace(ramp=ramp, state="prior")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
-        if view.prior_rate > view.rate:  # too fast for an initial estimate, but slow start leads there
+        if view.prior_rate > view.rate:  # too fast for an initial estimate, but reachable by slow start
             found = Belief.of((max(self._doubt(view, view.prior_rate) * view.prior_rate, view.rate), view.prior_rate))
             return found._replace(ramp=(begins, round_s), state=state)
-        # The rate will not fall, and an unknown link is trusted to carry the base in time.
+        # The rate will not fall, and an unknown link is assumed to carry the base in time.
         left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
         least = max(view.rate, view.ladder.tracks[0].total_bytes / left_s)
         low, high = (load * view.catalog.fp16_bytes / left_s for load in LOADS)
@@ -173,14 +175,14 @@ class LinkBelief:
 
     @staticmethod
     def _doubt(view: View, prior_rate: float) -> float:
-        """Return the share of the earlier rate that a slower link has; less if slow start is late."""
+        """Return the rate of a slower link as a fraction of the earlier rate; it falls if slow start is late."""
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
         due = math.log2(max(1.0, prior_rate * round_s / WINDOW))
         late = _LATE_START_FACTOR * due - view.now / LinkBelief._measured_s(view)
         return min(_SLOWER_SHARE, max(_MIN_SLOWER_SHARE, math.exp2(min(0.0, late))))
 
     def _grows(self, view: View) -> bool:
-        """Return whether the link may be in slow start: its rate grew during the last round trip, or is unknown."""
+        """Return True if the link may be in slow start: its rate grew during the last round trip, or is unknown."""
         if view.rate > 0:
             if not self._rates and view.now <= 0:
                 self._prior_rate = view.rate

@@ -15,11 +15,11 @@ from typing import ClassVar
 WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 SLOT_SHARE = 1 / 200
-"""Samples are merged until they span this share of the deadline; rates are not measured more often."""
-LOW_SHARE = 0.6
-"""Lower bound of an uncertain rate, as a share of the estimate."""
+"""Samples are merged until they span this fraction of the deadline, so rates are measured at most this often."""
+LOW_SHARE = 0.5
+"""Lower bound of an uncertain rate, as a fraction of the estimate."""
 _MIN_CONFIDENCE = 0.5
-"""Minimum confidence for policies to see the rate of earlier plays."""
+"""Minimum confidence at which policies see the rate of earlier plays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Prior:
     """Observations of a path by earlier plays."""
 
     rate: float
-    """Bytes per second."""
+    """Rate in bytes per second."""
     ttfb_s: float
-    """Least time to first byte, seconds; 0.0 if unknown."""
+    """Minimum time to first byte, in seconds; 0.0 if unknown."""
     weight: float = 1.0
-    """Confidence, from 0 (none) to 1 (observed a moment ago)."""
+    """Confidence, from 0 (none) to 1 (measured just now)."""
 
 
 class Estimator(ABC):
@@ -41,7 +41,7 @@ class Estimator(ABC):
     prior_rate = 0.0
     """Rate observed by earlier plays, bytes per second; 0.0 if unknown."""
     own = False
-    """True if this client has observed it, not a server."""
+    """True if this client has observed it; False if only a server has."""
 
     def __init__(self) -> None:
         self._first_byte: float | None = None
@@ -49,16 +49,16 @@ class Estimator(ABC):
         self._received_s = -math.inf
 
     def start(self, horizon_s: float) -> None:  # noqa: B027  # an optional hook
-        """Start a play of ``horizon_s`` seconds; much longer memory is useless. Called again to forget slow start."""
+        """Start a play of ``horizon_s`` seconds; memory need not be much longer. Called again to forget slow start."""
 
     def prime(self, prior: Prior) -> None:
-        """Note, before a play starts, the observations of earlier plays. Estimators may ignore them."""
+        """Set the observations of earlier plays before a play starts. Estimators may ignore them."""
         self._expected_byte = prior.ttfb_s
         if prior.rate > 0 and prior.weight >= _MIN_CONFIDENCE:
             self.prior_rate, self.own = prior.rate, prior.weight > _MIN_CONFIDENCE
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:
-        """Return whether a sample is plausible; implausible ones result from clock jumps or bugs in the caller."""
+        """Return True if a sample is plausible; implausible ones result from clock jumps or bugs in the caller."""
         sound = 1e-9 < seconds < math.inf and 0.0 <= nbytes < math.inf and self._received_s <= now < math.inf
         if sound:
             self._received_s = now
@@ -69,7 +69,7 @@ class Estimator(ABC):
         """Record that ``nbytes`` (possibly 0) arrived within ``seconds`` of a busy link, ending at ``now``."""
 
     def waited(self, now: float) -> None:  # noqa: B027  # an optional hook
-        """Note that no data arrived until ``now`` because other plays used the link."""
+        """Handle that no data arrived until ``now`` because other plays used the link."""
 
     @abstractmethod
     def rate(self) -> float:
@@ -89,23 +89,23 @@ class Estimator(ABC):
     def ttfb(self) -> float:
         """Return the expected time to first byte of a request, in seconds; 0.0 if unknown.
 
-        It is the minimum of the play so far, or else that of earlier plays. A mean would feed on itself: any time
-        beyond the minimum is queueing in the play's own transfers.
+        It is the minimum of the play so far, or else that of earlier plays. Any time beyond the minimum is queueing in
+        the play's own transfers, so a mean would increase itself.
         """
         return self._expected_byte if self._first_byte is None else self._first_byte
 
 
 class MergedSamples(Estimator):
-    """Merges samples until they span a share of the deadline."""
+    """Merges samples until they span a fraction of the deadline."""
 
     def __init__(self, share: float = 0.0) -> None:
-        """Set the minimum length of a merged sample, as a share of the deadline; 0: no merging."""
+        """``share``: minimum length of a merged sample, as a fraction of the deadline; 0: no merging."""
         super().__init__()
         self._share = share
         self.start(4.0)
 
     def start(self, horizon_s: float) -> None:
-        """Forget all samples, and scale everything to the play."""
+        """Forget all samples, and scale all times to the play."""
         self._horizon_s, self._span_s = horizon_s, self._share * horizon_s
         self._bytes = self._seconds = 0.0
         self._forget()
@@ -133,7 +133,7 @@ class MergedSamples(Estimator):
 
 
 class DecayingMean:
-    """Exponentially weighted mean, corrected for the bias of a young average towards zero."""
+    """Exponentially weighted mean, corrected for the bias of a short average towards zero."""
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
@@ -185,15 +185,16 @@ class HarmonicMean(MergedSamples):
 
 
 _DRIFT = 0.5
-"""Deviations below the expectation that are ignored."""
+"""Shortfall of a sample that is ignored, in deviations."""
 _CHANGE_THRESHOLD = 12.0
-"""Sum of deviations, beyond the drift, that signals a change."""
+"""Sum of shortfalls, beyond the drift, that signals a change."""
 _MIN_DEVIATION = 0.25
-"""Minimum deviation of a sample's logarithm: no link is steadier."""
+"""Minimum deviation of a sample's logarithm, since no link is steadier."""
 _PRIOR_SHARE = 1 / 16
-"""The rate of earlier plays counts as samples of this share of the deadline."""
+"""Weight of the rate of earlier plays: that of samples over this fraction of the deadline."""
 _MAX_SLOW_START_SHARE = 0.5
-"""Maximum time for slow start to reach the rate of earlier plays, as a share of the deadline; otherwise ignored."""
+"""Maximum time in which slow start may reach the rate of earlier plays, as a fraction of the deadline; if it takes
+longer, that rate is ignored."""
 _MIN_BURST_FACTOR = 1.5
 """Minimum size of a burst that restarts the estimate, as a multiple of the expected bytes."""
 _MIN_LOG = -3.0
@@ -201,21 +202,21 @@ _MIN_LOG = -3.0
 
 
 class Tracking(MergedSamples):
-    """The smaller of a fast and a slow mean, restarted after drops; its bound is a fixed share of that.
+    """The smaller of a fast and a slow mean, restarted after drops; its bound is half of that.
 
-    The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js). Change detection is a
-    cumulative sum (Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past
-    a threshold, earlier samples are forgotten.
+    The rate is the smaller of a fast and a slow moving mean (as in Shaka and dash.js). Changes are detected by a
+    cumulative sum (Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past a
+    threshold, earlier samples are forgotten.
 
-    A burst with more bytes than expected since the last sample, idle time included, shows that the link is faster,
-    and the estimate restarts there. A rate of earlier plays (`prime`) counts as a stretch of samples; the first
-    sample, perhaps in slow start, may raise the estimate but not lower it.
+    A burst with more bytes than expected since the last sample, including idle time, shows that the link is faster, and
+    the estimate restarts there. A rate of earlier plays (`prime`) counts as a stretch of samples; the first sample,
+    perhaps in slow start, may raise the estimate but not lower it.
     """
 
     name: ClassVar[str] = "tracking"
 
     def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4) -> None:
-        """Set the half-lives of the means, as shares of the deadline."""
+        """Set the half-lives of the means, as fractions of the deadline."""
         self._shares = (fast_share, slow_share)
         self._prior: Prior | None = None
         self.changes = 0
@@ -258,11 +259,11 @@ class Tracking(MergedSamples):
             self._taken_s = now
 
     def rate(self) -> float:
-        """Return the smaller mean; before the first full slot, the rate so far."""
+        """Return the smaller mean; before the first merged sample, the rate so far."""
         return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
 
     def lower_bound(self) -> float:
-        """Return a fixed share of the rate; recorded links carry more in nearly every stretch of a play."""
+        """Return half the rate; recorded links carry more in nearly every part of a play."""
         return LOW_SHARE * self.rate()
 
     def _restart(self, rate: float, seconds: float) -> None:
@@ -302,4 +303,4 @@ class Tracking(MergedSamples):
 
 
 BUILTIN = {cls.name: cls for cls in (HarmonicMean, Tracking)}
-"""`kvabr_lab.estimators` has others to compare with."""
+"""Estimators by name; `kvabr_lab.estimators` has others for comparison."""

@@ -17,10 +17,10 @@ from kvabr.types.catalog import Catalog, Track
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to obtain a group."""
+    """One way to obtain a group: a track, and the layers below it."""
 
     track: str
-    """The track; the top one of several layers."""
+    """The track; the top one if there are layers."""
     bytes: int
     """Total bytes, including the layers below."""
     loss: float
@@ -28,7 +28,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class LadderStep:
-    """One step on the lower convex hull of a group's options: ``bytes`` more for ``saving`` nats less."""
+    """One step on the lower convex hull of a group's options: ``bytes`` more, and ``saving`` nats less loss."""
 
     group: int
     to: str
@@ -51,7 +51,7 @@ class Ladder:
         self.catalog = catalog
         tracks: list[Track] = []
         for track in sorted(catalog.tracks, key=lambda track: (track.total_bytes, track.total_loss)):
-            # A larger track without less loss is useless.
+            # A larger track with the same loss or more is useless.
             if track.refines is None and (not tracks or track.total_loss < tracks[-1].total_loss):
                 tracks.append(track)
         self.tracks: tuple[Track, ...] = tuple(tracks)
@@ -86,12 +86,12 @@ class Ladder:
 
     @cached_property
     def layered_steps(self) -> tuple[LadderStep, ...]:
-        """All steps of these hulls, most loss saved per byte first."""
+        """All steps of `layered`, most loss saved per byte first."""
         return rank(self.layered)
 
     @cached_property
     def _prices(self) -> tuple[list[float], list[int]]:
-        """Saving per byte of each of these steps, and the total bytes up to it; avoids an object per step."""
+        """Saving per byte of each step in `layered_steps`, and the total bytes up to it; avoids an object per step."""
         import numpy as np  # noqa: PLC0415  # slow to load
 
         tracks, groups = self.catalog.tracks, np.arange(self.catalog.groups)
@@ -140,10 +140,10 @@ def every_option(catalog: Catalog) -> Options:
 
 
 def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], budget: float) -> dict[int, str]:
-    """Return the track of each of several ``groups`` after spending ``budget`` bytes greedily.
+    """Return the track of each of ``groups`` after spending ``budget`` bytes greedily.
 
-    Every group starts with its cheapest option. Steps are taken in order, most loss saved per byte first, while they
-    fit; a group stops at its first step that does not fit.
+    Every group starts with its cheapest option. Steps are taken in order, most loss saved per byte first, if they fit;
+    a group stops at its first step that does not fit.
     """
     left = budget - sum(options[group][0].bytes for group in groups)
     tracks = {group: options[group][0].track for group in groups}

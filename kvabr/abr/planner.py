@@ -1,15 +1,16 @@
-"""Divide the work between network and engine at the least cost.
+"""Divides the work between network and engine at the least cost.
 
-The cost of every possible stop of the engine is the loss of the other groups on tracks that the network can deliver,
-the price of the time until both are done, and the price of engine time (`TimePlanner.divide`).
+The cost is computed for every group at which the engine may stop. It is the loss of the other groups on tracks that the
+network can deliver, plus the price of the time until both are done, plus the price of engine time
+(`TimePlanner.divide`).
 
 - ``hole``: the engine computes from the front while the network fetches from the back, so the later of the two counts.
 - ``suffix``: the engine needs all earlier groups in place and computes from there to the end. Both times add up, and
   computed groups amplify errors right before them. A prefix play is cut there, or as soon as no request pays off.
 
-If the rate is uncertain, the rule takes the least mean cost over several rates, relative to the least cost at each; a
-call must be worth more than waiting for a better estimate, and is short. The longer a link is silent, the more likely
-it is dead; no wait lasts until the engine would be late.
+If the rate is uncertain, the division has the least mean cost over several rates, each relative to the least cost at
+that rate. The engine's calls are then short, and only start if that is better than waiting for a better estimate. The
+longer a link is silent, the more likely it is dead; waiting ends before the engine would be late.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _MIN_GAIN = 0.03
 _MAX_WAIT_COST = 1.05
 """Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
 _SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
-"""Factor of a sudden speed-up of the link, and its maximum probability during a call."""
+"""Factor by which the link may suddenly become faster, and the maximum probability of that during a call."""
 _MIN_PLAY_COST = 1e-6
-"""Minimum cost of a play, nats per token, so that ratios of costs stay finite."""
+"""Minimum cost of a play in nats per generated token, so that ratios of costs stay finite."""
 _SETTLED_BEFORE_CALL = 8
 """Number of groups right before a call that must not have an upgrade in flight: computed groups inherit their loss."""
 
@@ -45,13 +46,13 @@ Array = npt.NDArray[np.float64]
 
 
 class _Ways(NamedTuple):
-    """The ways to divide the work if the engine continues at one group."""
+    """The possible divisions if the engine continues at one group."""
 
     start: int
     stops: npt.NDArray[np.intp]
-    """Groups at which the engine may stop, or in suffix mode start: the stops of the arrays below."""
+    """Groups at which the engine may stop, or in suffix mode start; the arrays below have one entry per stop."""
     costs: Array
-    """Cost by rate and stop, nats per generated token."""
+    """Cost by rate and stop, in nats per generated token."""
     engine_s: Array
     """Seconds until the engine has computed its groups, by stop."""
     network_s: Array
@@ -59,7 +60,7 @@ class _Ways(NamedTuple):
 
 
 def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> bool:
-    """Return whether an engine computes a prompt of ``tokens`` before a lookup usually gets its first answer.
+    """Return True if an engine usually computes ``tokens`` tokens before the first answer to a lookup arrives.
 
     ``ttfb_s``: time to first byte in earlier plays; 0.0 for an unknown peer.
     """
@@ -67,7 +68,7 @@ def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> b
 
 
 class ComputePlanner:
-    """Decides the groups computed by the engine of one play."""
+    """Decides which groups the engine of one play computes."""
 
     def __init__(self, view: View, times: TimePlanner, link: LinkBelief) -> None:
         catalog, cost = view.catalog, view.cost
@@ -77,22 +78,23 @@ class ComputePlanner:
         self._ends = np.array(self._tokens)
         near = list(accumulate(reversed(view.ladder.tracks[0].loss), initial=0.0))
         self._near = np.array([sum_ / near[-1] if near[-1] > 0 else 1.0 for sum_ in near])
-        """Share of the inherited loss that the n preceding groups cause, by n."""
+        """Fraction of the inherited loss that the n preceding groups cause, by n."""
         self.reserved = range(0)
         """Groups reserved for the engine; they are not requested."""
         self.until_s = 0.0
-        """When the engine should have computed them, after its current work, seconds since the play began."""
+        """When the engine should have computed them, after its current work, in seconds since the play began."""
         self._computed = 0
         self._target = 0
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
         """Inputs of the plan: first missing and first inexact group, rate, time, number of settled groups."""
         self._holds = 0
-        """Further decisions before the plan may change, see `View.keeps`."""
+        """Number of further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0
         self._belief = Belief.of((1.0,))
         self._waits = False
         self._call_to: int | None = None
-        """End of the next call while the rate is uncertain; its start for none."""
+        """Group at which the next call ends while the rate is uncertain; equal to its first group if there is no
+        call."""
         self.division: Division | None = None
 
     # ------------------------------------------------------------------- the rule
@@ -144,7 +146,7 @@ class ComputePlanner:
         return min(view.deadline_s, max(self.division.compute_s, view.now))
 
     def outside(self, view: View) -> bool:
-        """Return whether the network must deliver any missing groups."""
+        """Return True if groups are missing that only the network will deliver."""
         missing, reserved = view.missing_groups, self.reserved
         if not missing or not reserved:
             return bool(missing)
@@ -152,14 +154,14 @@ class ComputePlanner:
         return (first is not None and first < reserved.start) or (last is not None and last >= reserved.stop)
 
     def _front(self, view: View) -> int:
-        """Return the first group neither in place nor left to the engine, or the number of groups."""
+        """Return the first group that is neither in place nor assigned to the engine, or the number of groups."""
         first, track_of = view.solid, view.track_of
         while first < view.groups and track_of[first] == RECOMPUTED:
             first += 1
         return first
 
     def _exact(self, view: View) -> int:
-        """Return the first group not left to the engine."""
+        """Return the first group that is not assigned to the engine."""
         while self._computed < view.groups and view.track_of[self._computed] == RECOMPUTED:
             self._computed += 1
         return self._computed
@@ -169,7 +171,7 @@ class ComputePlanner:
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
 
     def _divide(self, view: View, front: int, kept: int | None) -> tuple[int, int]:
-        """Return the groups at which the engine continues and stops (suffix mode: begins).
+        """Return the groups at which the engine continues and stops (in suffix mode: begins).
 
         ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
         """
@@ -230,7 +232,7 @@ class ComputePlanner:
         )
 
     def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
-        """Return the group at which the next call ends, or its first group for no call.
+        """Return the group at which the next call ends; if no call should start, its first group.
 
         Calls are often short, because later ones are decided with a better rate. ``way`` has the costs by rate and
         stop, ``least`` their minimum by rate. ``shares`` has the weight of each rate, or of each rate and stop.
@@ -274,7 +276,7 @@ class ComputePlanner:
         return _Ways(start, stops, costs, engine_s, found[-1].network_s)
 
     def _inherited(self, view: View, first: int) -> Array:
-        """Return the loss that computed groups from ``first`` on inherit, by stop."""
+        """Return the loss that computed groups from ``first`` on inherit from earlier ones, by stop."""
         groups, before = view.groups, first - 1
         total = np.zeros(groups - first + 1)
         while before >= 0 and view.track_of[before] == RECOMPUTED:
@@ -332,7 +334,7 @@ class ComputePlanner:
         return last
 
     def _within(self, view: View, first: int, stop: int, seconds: float) -> int:
-        """Return the end of the longest call within a time, at least one group."""
+        """Return the end of the longest call that fits into ``seconds``, at least one group."""
         low, high = first + 1, stop
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""Find plug-ins by name, by entry point, or in a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
+"""Finds plug-ins by name, by entry point, or in a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
 
 They are policies and estimators; `kvabr.blend` uses the same functions for its selectors. A policy that declares
-parameters (`kvabr.abr.policy`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
+parameters (`kvabr.abr.policy`) accepts them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Registered(Mapping[str, type[T]]):
     """Classes by name: built-in ones, and those of installed packages, loaded on access."""
 
     def __init__(self, group: str, builtin: Mapping[str, type[T]]) -> None:
-        """Set the entry-point group; it is read only for names that are not in ``builtin``."""
+        """``group``: the entry-point group, which is read only for names that are not in ``builtin``."""
         self._group, self._builtin = group, builtin
 
     @cached_property
@@ -42,7 +42,7 @@ class Registered(Mapping[str, type[T]]):
         return {entry.name: entry for entry in entry_points(group=self._group) if entry.name not in self._builtin}
 
     def __getitem__(self, name: str) -> type[T]:
-        """Return the class of a name.
+        """Return the class with a name.
 
         Raises:
             PolicyError: the class of an installed package cannot be loaded.
@@ -72,12 +72,12 @@ def policies() -> Registered[Policy]:
 
 
 def estimators() -> Registered[Estimator]:
-    """Return all estimators by name."""
+    """Return all estimators by name: built-in ones and those of installed packages."""
     return Registered("kvabr.estimators", ESTIMATORS)
 
 
 def load_policy(text: str) -> Callable[[], Policy]:
-    """Return a factory of policy objects; each play needs a new one.
+    """Return a factory of policies; each play needs a new one.
 
     Args:
         text: ``NAME``, ``fixed:TRACK`` or ``FILE.py:CLASS``; the first and last may end in ``:a=1,b=2``.
@@ -94,7 +94,7 @@ def _policy(text: str, folder: str) -> Callable[[], Policy]:  # noqa: ARG001  # 
 
 
 def load_estimator(text: str) -> Callable[[], Estimator]:
-    """Return a factory of estimator objects; as `load_policy`."""
+    """Return a factory of estimators; as `load_policy`."""
     return _estimator(text, _folder(text))
 
 
@@ -104,7 +104,7 @@ def _estimator(text: str, folder: str) -> Callable[[], Estimator]:  # noqa: ARG0
 
 
 def _folder(text: str) -> str:
-    """Return the folder of a plug-in's file: the same name in another folder is another plug-in."""
+    """Return the folder of a plug-in's file, since the same relative name in another folder is another plug-in."""
     return str(Path.cwd()) if text.partition(":")[0].endswith(".py") else ""
 
 
@@ -114,14 +114,14 @@ def policy_class(text: str) -> type[Policy]:
 
 
 def load_plugin(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
-    """Return a factory of plug-in objects.
+    """Return a factory of plug-ins.
 
     Args:
         text: see `load_policy`.
         base: required base class.
         named: classes by name, see `Registered`.
-        kind: word for errors.
-        command: command that lists them, for errors.
+        kind: what to call the plug-in in errors.
+        command: command that lists such plug-ins, for errors.
 
     Raises:
         PolicyError: as for `load_policy`.
@@ -219,7 +219,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def where(cls: type[Any] | None, error: BaseException | None = None) -> str:
-    """Return file and line of an error's innermost frame, or of a class's ``decide``."""
+    """Return file and line of an error's innermost frame, or else of the class's ``decide``."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     if error is not None and (frames := traceback.extract_tb(error.__traceback__)) and frames[-1].filename != __file__:

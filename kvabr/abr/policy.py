@@ -10,7 +10,7 @@ The smallest policy is one method::
             share = view.budget_bytes(view.lower_bound) / len(view.missing)
             return Decision.fetch(group, view.best_track(group, share), f"{share:.0f} bytes a group")
 
-A tunable policy declares its parameters and takes each as a keyword argument with the same default. `kvabr tune`
+A tunable policy declares its parameters and accepts each as a keyword argument with the same default. `kvabr tune`
 searches them::
 
     class Mine(Policy):
@@ -46,9 +46,9 @@ class Decision:
     group: int | None = None
     track: str | None = None
     alternatives: Mapping[str, float] | None = None
-    """Rejected choices, for the log: track to bytes, or to any number that the policy compared."""
+    """Rejected choices, for the log: bytes by track, or any numbers that the policy compared."""
     last: int | None = None
-    """End of several groups to recompute in one call, exclusive; None: one group."""
+    """Group after the last one to recompute in the same call; None: only one group."""
     local: bool = False
     """True if the group is in the local store."""
 
@@ -64,10 +64,10 @@ class Decision:
 
     @staticmethod
     def recompute(group: int, reason: str, last: int | None = None) -> Decision:
-        """Leave a group to the engine, or all up to ``last`` (exclusive) in one call; rejected without an engine.
+        """Assign a group to the engine, or all up to ``last`` (exclusive) in one call; rejected without an engine.
 
         The group must be missing or upgradable. Requests in flight for later groups of the call are cancelled when it
-        begins. In suffix mode the engine computes all later groups, even those in place.
+        begins. In suffix mode, the engine computes all later groups, even those in place.
         """
         return Decision("recompute", reason, group, last=last)
 
@@ -78,7 +78,7 @@ class Decision:
 
     @staticmethod
     def finish(reason: str) -> Decision:
-        """End requests: deliver as soon as every group is in place."""
+        """Send no further requests; deliver as soon as every group is in place."""
         return Decision("finish", reason)
 
     @staticmethod
@@ -91,29 +91,29 @@ class Division(NamedTuple):
     """The division of the remaining work between network and engine, and its expected times."""
 
     at_s: float
-    """When it was decided, seconds since the play began; the other times are seconds from then."""
+    """When it was decided, in seconds since the play began; the other times are seconds from then."""
     first: int
     """First group that the engine computes."""
     last: int
-    """End of its groups, exclusive; equal to `first` if there are none."""
+    """Group after the last one that the engine computes; equal to `first` if there are none."""
     network_s: float
-    """Until the network has delivered its part."""
+    """Seconds until the network has delivered its part."""
     engine_s: float
-    """Until the engine has computed its part; in suffix mode it begins after the network."""
+    """Seconds until the engine has computed its part; in suffix mode it begins after the network."""
     play_s: float
-    """Until everything would be in place if the network delivered all of it."""
+    """Seconds until everything would be in place if the network delivered all of it."""
     compute_s: float
-    """Until everything would be in place if the engine computed all of it."""
+    """Seconds until everything would be in place if the engine computed all of it."""
     known: bool
     """True if the link rate was known."""
 
     @property
     def ends_s(self) -> float:
-        """Until everything should be in place."""
+        """Seconds until everything should be in place."""
         return max(self.network_s, self.engine_s)
 
     def to_json(self) -> dict[str, float]:
-        """Return plain JSON values, with `ends_s`."""
+        """Return the fields and `ends_s` as plain JSON values."""
         return self._asdict() | {"ends_s": self.ends_s}
 
 
@@ -128,22 +128,22 @@ class Policy(ABC):
     """True if the player may cancel a transfer that would be late while a cheaper one would not."""
 
     paces: ClassVar[bool] = False
-    """True if the policy limits the requests in flight: the player calls it until it waits or the request limit is
-    reached. Otherwise, until the bytes in flight last for a round trip."""
+    """True if the policy limits the requests in flight itself: the player calls it until it waits, or until the maximum
+    number of requests is in flight. Otherwise the player calls it until the bytes in flight last for a round trip."""
 
     computes: ClassVar[bool] = False
-    """True if only the policy gives work to the engine until the deadline. Otherwise the player also leaves late groups
-    to the engine."""
+    """True if only the policy assigns work to the engine before the deadline. Otherwise the player also assigns groups
+    that will be late."""
 
     divides: ClassVar[bool] = False
     """True if the policy weighs computing against fetching. Then a prompt that the engine computes faster than a usual
-    lookup is not looked up, and the policy is also asked while `View.full`, to give an idle engine work."""
+    lookup is not looked up, and the policy is also called while `View.full`, to give an idle engine work."""
 
     def start(self, view: View) -> None:  # noqa: B027  # an optional hook
         """Start a play."""
 
     takes_cached: ClassVar[bool] = False
-    """True if it can build on groups put in place before its first decision, on any track."""
+    """True if it accepts groups that were put in place, on any track, before its first decision."""
 
     @abstractmethod
     def decide(self, view: View) -> Decision:
@@ -156,11 +156,11 @@ class Policy(ABC):
     def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> int:  # noqa: ARG002  # a hook
         """Return the index of the offer to use: how much of the prefix to compute with the question.
 
-        Called before the start.
+        Called before `start`.
 
         Args:
             offers: from no tail to the longest.
-            costs: expected cost of a play with each, including time and engine, nats per token.
+            costs: expected cost of a play with each, including time and engine, nats per generated token.
         """
         good = min(costs)
         return next(index for index, cost in enumerate(costs) if cost <= good)
@@ -171,9 +171,9 @@ class Policy(ABC):
         return None
 
     def will_replace(self, view: View, group: int) -> bool:  # noqa: ARG002  # an optional hook
-        """Return whether the policy will request another track for a group that waits for decoding.
+        """Return True if the policy will request another track for a group that waits for decoding.
 
-        The player decodes other groups first, so that this one need not be decoded twice.
+        The player then decodes other groups first, so that this one need not be decoded twice.
         """
         return False
 
@@ -182,7 +182,7 @@ class FrontToBack(Policy):
     """Fetches every group once, in order; subclasses choose the track."""
 
     def decide(self, view: View) -> Decision:
-        """Fetch the first missing group as `choose` says."""
+        """Return what `choose` returns for the first missing group."""
         group = view.first_missing()
         if group is None:
             return Decision.finish("every group is in place or under way")
@@ -204,10 +204,10 @@ class Parameter(NamedTuple):
     high: float
     default: float
     log: bool = False
-    """True to search uniformly on a logarithmic scale, if ratios matter rather than differences."""
+    """True: search uniformly on a logarithmic scale, since ratios matter rather than differences."""
 
     def at(self, share: float) -> float:
-        """Return the value at ``share`` (0 to 1) of the range, rounded to four significant digits."""
+        """Return the value at a position in the range (``share``: 0 to 1), rounded to four significant digits."""
         low, high = self._scaled(self.low), self._scaled(self.high)
         value = low + share * (high - low)
         return min(self.high, max(self.low, float(f"{math.exp(value) if self.log else value:.4g}")))
@@ -222,7 +222,7 @@ class Parameter(NamedTuple):
 
 
 def declared(cls: type[Any]) -> dict[str, Parameter]:
-    """Return the checked parameters that a policy class declares; empty if it declares none.
+    """Return the parameters that a policy class declares, after checking them; empty if there are none.
 
     Raises:
         PolicyError: the declaration does not map names to (low, high, default) or (low, high, default, log).
@@ -240,7 +240,7 @@ def parse(text: str) -> dict[str, float]:
     """Parse ``name=value,name=value``.
 
     Raises:
-        PolicyError: not of that form, or a value is not a finite number.
+        PolicyError: the text has another form, or a value is not a finite number.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -256,7 +256,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 def spell(policy: str, values: Mapping[str, float]) -> str:
-    """Return the command-line name of a policy with parameters; the inverse of `parse`."""
+    """Return a policy with parameters as written on the command line."""
     return f"{policy}:{','.join(f'{name}={value:.10g}' for name, value in values.items())}" if values else policy
 
 

@@ -1,7 +1,6 @@
-"""Leave groups to the engine early enough if the network will not deliver them in time.
+"""Assigns groups to the engine early enough if the network will not deliver them in time.
 
-The planner assumes the lower bound of the rate and the cheapest track, and leaves only groups to the engine that are
-late even then.
+The planner assumes the lower bound of the rate and the cheapest track, and assigns only groups that are late even then.
 
 - ``hole``: the shortest sufficient run right after the groups in flight; if these stall, from the first group not in
   place. While the rate is unknown, no run starts that would end late.
@@ -20,7 +19,7 @@ from kvabr.types.engine import EngineMode
 
 
 class Plan(NamedTuple):
-    """Groups ``first`` to ``last`` - 1 are left to the engine."""
+    """Groups ``first`` to ``last`` - 1 are assigned to the engine."""
 
     first: int
     last: int
@@ -28,7 +27,7 @@ class Plan(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A run of groups for the engine, and when everything would be in place."""
+    """A run of groups for the engine, and the time at which everything would be in place."""
 
     finish: float
     first: int
@@ -36,15 +35,15 @@ class _Candidate(NamedTuple):
 
 
 class Rest:
-    """The groups not in place yet, and their expected delivery."""
+    """The groups that are not in place yet, and their expected delivery."""
 
     def __init__(
         self, view: View, cost: PrefillCost, absent: GroupSet, engine_free_s: float, *, dead: bool = False
     ) -> None:
-        """Add up the remaining bytes, in constant time.
+        """Compute the remaining bytes, in constant time.
 
         ``absent``: groups neither in place nor arrived, including those in flight; ``engine_free_s``: when the engine
-        finishes its current work; ``dead``: the network has been silent for too long to expect more.
+        finishes its current work; ``dead``: assume that the network delivers nothing more.
         """
         base, flying = view.ladder.tracks[0], view.in_flight
         self._view, self._cost, self._absent, self._dead = view, cost, absent, dead
@@ -54,16 +53,16 @@ class Rest:
         self._last_decode_s = max(view.decode_backlog_s, view.last_decode_s(base.name))
         self._start_s = max(view.now, engine_free_s)
         self._edge = view.edge if self._last_call() else view.groups
-        """Groups from here on are not expected to be published."""
+        """First group that is not expected to be published."""
         self._eta_s = self._network_s(self._total, absent.last())
 
     @property
     def in_time(self) -> bool:
-        """Whether the network should deliver everything in time."""
+        """True if the network should deliver everything in time."""
         return not self._absent or self._eta_s <= self._view.deadline_s
 
     def _last_call(self) -> bool:
-        """Return whether the producer is late and the engine must begin now to meet the deadline without it."""
+        """Return True if the producer is late, and the engine must begin now to meet the deadline without it."""
         view = self._view
         first = self._absent.first(view.edge)
         if first is None or view.late_s <= 0:
@@ -73,7 +72,7 @@ class Rest:
         return self._start_s + seconds >= view.deadline_s - view.margin_s
 
     def _network_s(self, nbytes: float, last: int | None) -> float:
-        """Return when the network has delivered some bytes; group ``last`` arrives last."""
+        """Return when the network has delivered ``nbytes`` bytes; group ``last`` arrives last."""
         view, now = self._view, self._view.now
         if nbytes <= 0:
             return now + view.decode_backlog_s
@@ -98,7 +97,7 @@ class Rest:
             yield _Candidate(max(computed_s, fetched_s), first, first + count)
 
     def _tails(self, absent: Sequence[int], sums: Sequence[int]) -> Iterator[_Candidate]:
-        """Yield ever longer tails to the end, each starting where an engine can begin."""
+        """Yield ever longer tails, each starting where an engine can begin."""
         catalog = self._view.catalog
         for index in reversed(range(len(absent))):
             first, earlier = catalog.cut(absent[index]), absent[index - 1] if index else -1
@@ -109,7 +108,7 @@ class Rest:
                 yield _Candidate(begins_s + seconds, first, self._view.groups)
 
     def plan(self, mode: EngineMode) -> Plan | None:
-        """Return the groups to leave to the engine; None while the network should deliver all in time.
+        """Return the groups to assign to the engine; None if the network should deliver all in time.
 
         Scans all remaining groups.
         """

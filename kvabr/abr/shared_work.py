@@ -1,9 +1,9 @@
 """Cost and duration of divisions of a play's work between network and engine.
 
-All divisions are computed together, as arrays by choice and stop: for each stop of the engine, several choices of
-tracks for the network. Players change their plans during a play, so mixtures of two choices count as well, if link and
-decoders are done at the same time or the mixture just meets the deadline. Without them, the network would look slower
-than it is.
+All divisions are computed together, as arrays by choice and stop: for each group at which the engine may stop, several
+choices of tracks for the network. Players change their plans during a play, so mixtures of two choices count as well,
+if link and decoders are done at the same time or the mixture just meets the deadline. Without mixtures, the network
+would look slower than it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvabr.types.cost import MISS_PENALTY
 Array = npt.NDArray[np.float64]
 
 _EQUAL_TIME_S = 1e-9
-"""Lateness that still counts as in time, seconds."""
+"""Seconds of lateness that still count as in time."""
 
 
 class Divisions(NamedTuple):
@@ -35,7 +35,7 @@ class Divisions(NamedTuple):
 
 
 class SharedWork:
-    """The work of one play in several divisions."""
+    """The work of one play, for several divisions."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class SharedWork:
         self._limit_s = left_s - engine_s if view.front_first else left_s
         """Latest end of the network's work that meets the deadline, by stop."""
         self.lacking: npt.NDArray[np.bool_] = stops > view.solid if view.front_first else stops < view.groups
-        """True if the network must deliver any groups, by stop."""
+        """True if the network must deliver groups, by stop."""
         self._wait_s = max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
         self._decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
         self.first_s = self._wait_s + self._decode_s
-        """Seconds until the first group is in place, without the transfer of its bytes."""
+        """Seconds until the first group is in place, excluding the transfer of its bytes."""
 
     def brought(self, each: Array) -> Array:
-        """Return the sums over the parts that the network delivers, by price and stop."""
+        """Return the sums of ``each`` over the parts that the network delivers, by price and stop."""
         sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
         each.cumsum(axis=-1, out=sums[..., 1:])
         at_stop = sums[..., self._ends]
@@ -71,7 +71,7 @@ class SharedWork:
         return sums[..., -1:] - at_stop + sums[..., self._begin : self._begin + 1]
 
     def carried_s(self, nbytes: Array) -> Array:
-        """Return the seconds that the link needs for some bytes."""
+        """Return the seconds that the link takes for some bytes."""
         if self._ramp is None or self.rate <= self._ramp[0]:
             return nbytes / self.rate
         begins, doubles_s = self._ramp[0], self._ramp[1] / math.log(2.0)
@@ -96,8 +96,8 @@ class SharedWork:
             lost: loss of the groups that the network delivers, by choice and stop.
             network_s: seconds until they are delivered, by choice and stop.
             begun: during a play, the seconds until the engine can begin after groups on their base tracks, and the
-                additional loss that its tokens then inherit. None: it begins after the network (suffix mode) or at
-                once (hole mode).
+                additional loss that its tokens then inherit. None: it begins after the network (suffix mode) or at once
+                (hole mode).
         """
 
         def costs(lost: Array, network_s: Array) -> Divisions:
@@ -133,12 +133,12 @@ def better(one: Divisions, other: Divisions) -> Divisions:
 
 
 def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> Array:
-    """Add mixtures of the choices at two neighbouring prices, with link and decoders done at the same time.
+    """Add mixtures of the choices at two neighbouring prices, in which link and decoders are done at the same time.
 
     Args:
         sums: work, bytes and loss of the choices, by price and stop in the last two dimensions.
-        ahead_s: seconds that the link is done before the decoders, by price and stop.
-        first: indices of prices followed by another link share of the same time price.
+        ahead_s: seconds by which the link is done before the decoders, by price and stop.
+        first: indices of prices whose successor has the same time price and another link share.
     """
     one, other = ahead_s[first], ahead_s[first + 1]
     part = np.divide(one, one - other, out=np.zeros_like(one), where=one * other < 0)

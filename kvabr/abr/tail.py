@@ -1,9 +1,9 @@
-"""Choose how many of a prompt's last tokens the engine computes with the question instead of fetching them.
+"""Chooses how many of a prompt's last tokens the engine computes with the question instead of fetching them.
 
 An engine computes the tokens after the cached prefix anyway. The same call can compute the last tokens of the prefix on
 the coded cache, which removes most of the loss (`kvabr.types.tails`). That is cheap, or free if calls have a minimum
 duration, and saves bytes. The cost of each choice is estimated before a play, at the rate of earlier plays or over
-several rates of an unknown link: for the best single track, or a mixture of two that takes all the time.
+several rates of an unknown link. It is that of the best single track, or of a mixture of two that uses all the time.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from kvabr.types.errors import UsageError
 from kvabr.types.joined import joined_with_tail, last_groups
 
 DEFAULT_MAX_TAIL = 512
-"""Default maximum of tokens in a tail; a longer one hardly reduces the loss further."""
+"""Default maximum tokens of a tail; a longer one hardly reduces the loss further."""
 MAX_TAIL = 1 << 20
-"""Maximum of tokens in a tail or a question; more is an error."""
+"""Largest accepted number of tokens of a tail or a question."""
 _MAX_OFFERS = 8
 _UNKNOWN_RATE_SHARE = 0.02
-"""Share of the time left that a tail may take while the rate is unknown: all may arrive at once."""
+"""Fraction of the time left that a tail may take while the rate is unknown, since the network may deliver everything
+soon."""
 
 
 @dataclass(frozen=True)
 class TailOffer:
-    """One way to divide a prefix between the network and the call that computes the question."""
+    """One way to divide a prefix between the network and the engine's call for the question."""
 
     catalog: Catalog
-    """The fetched part, after skipped groups, with the losses that the tail leaves."""
+    """The part to fetch, after skipped groups, with the losses that remain after the tail."""
     tokens: int
-    """Number of computed tokens; 0: the whole prefix is fetched."""
+    """Number of tokens to compute; 0: the whole prefix is fetched."""
     engine_s: float
-    """Seconds that these add to the call of the engine."""
+    """Seconds that these tokens add to the engine's call."""
 
     def objective(
         self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1,
         computed_s: float = math.inf,
     ) -> float:  # fmt: skip
-        """Return the expected cost of a play: loss, time and engine, nats per token.
+        """Return the expected cost of a play: loss, time and engine, in nats per generated token.
 
         ``rate`` is in bytes per second; ``left_s`` is the time to the deadline; prices are per second; ``computed_s``
         is as in `tail_costs`.
@@ -64,7 +65,7 @@ class TailOffer:
             shares = [(1.0, 0.0), *((seconds / (seconds + whole_s), loss) for seconds, loss in times if seconds > 0)]
             fronts = ((share * whole_s, (1.0 - share) * loss) for share, loss in shares)
             least = min(least, *(cost(loss, self.engine_s + front_s, front_s) for front_s, loss in fronts))
-        # If it uses all the time, a play mixes the two tracks nearest to the capacity of the link.
+        # If it uses all the time, a play mixes the two tracks next to the link's capacity.
         carried = rate * (left_s - self.engine_s)
         mixtures = (
             worse + (better - worse) * (carried - fewer) / (more - fewer)
@@ -75,7 +76,7 @@ class TailOffer:
 
     @cached_property
     def _ways(self) -> list[tuple[int, float, float]]:
-        """Bytes, seconds of decoding, and loss of the whole prefix on each track, with the layers below it."""
+        """Bytes, seconds of decoding, and loss of the whole prefix on each track with its lower layers."""
         ways, groups, below = [], sum(self.catalog.shares), dict[str, tuple[int, float]]()
         for track in self.catalog.tracks:
             nbytes, decode_s = below.get(track.refines or "", (0, 0.0))
@@ -95,14 +96,15 @@ def tail_offers(
 ) -> list[TailOffer]:
     """Return the ways to divide a prefix, from no tail to the longest.
 
-    A tail has whole groups, since a partial group would be fetched whole. It leaves at least one group, or in joined
-    passages one of the last passage. If there are many, a few are offered, including the longest.
+    A tail has whole groups, since a partial group would be fetched whole. It leaves at least one group to fetch; in
+    joined passages, at least one of the last passage. If there are many ways, a few are offered, including the longest
+    tail.
 
     Args:
         catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
         cost: prefill cost from the first token of the prompt; None: unknown, or free.
         following: number of tokens computed after the prefix anyway, such as a question.
-        limit: maximum tokens of a tail that fit into a step of the engine.
+        limit: maximum tokens of a tail, which must fit into a step of the engine.
         skip: number of leading groups that need not be fetched.
         block: block size of the engine in tokens; a tail begins at a block.
 
@@ -154,14 +156,14 @@ def tail_costs(
     decoders: int = 1,
     computed_s: float = math.inf,
 ) -> list[float]:
-    """Return the expected cost of a play with each offer, nats per token.
+    """Return the expected cost of a play with each offer, nats per generated token.
 
     Args:
         offers: from `tail_offers`.
         left_s: seconds to the deadline.
         rate: link rate, bytes per second; 0.0: unknown, and a tail may take only a little of the time left.
-        time_price: price of a second before the first token, nats per token.
-        gpu_price: price of a second of engine time, nats per token; infinite: no tail is computed.
+        time_price: price of a second before the first token, nats per generated token.
+        gpu_price: price of a second of engine time, nats per generated token; infinite: no tail is computed.
         decoders: number of groups decoded in parallel.
         computed_s: seconds to compute the whole prefix, if the engine may also compute its front, or everything, while
             the network fetches the rest; infinite if it may not.
@@ -169,7 +171,7 @@ def tail_costs(
     left_s = max(MIN_WAIT_S, left_s)
     whole = offers[0].catalog
     rates = [rate]
-    if rate <= 0:  # an unknown link is trusted to carry the base in time
+    if rate <= 0:  # an unknown link is assumed to carry the base in time
         base = min(track.total_bytes for track in whole.tracks if track.refines is None)
         rates = [max(load * whole.fp16_bytes, base) / left_s for load in LOADS]
     costs = []

@@ -1,9 +1,9 @@
-"""Choose the cheapest track of each group in link time and decoding time.
+"""Chooses the track of each group with the least cost, including link time and decoding time.
 
-A plan minimises loss + time price x T + price of the bytes. T is when link and decoders are done, whichever is later.
-The two share the time price, and each group gets the cheapest track at these prices. The best shares set the price of a
-byte and of a second of decoding: the link gets the whole price if decoding keeps up, the decoders if the link is
-faster. A group's options are all tracks above its present one; shared layers count once.
+A plan minimises loss + time price x T + price of the bytes, in which T is the time until both link and decoders are
+done. The time price is split between the two, and each group gets the cheapest track at these prices. The best split
+determines the price of a byte and of a second of decoding: the link gets the whole time price if decoding keeps up, the
+decoders if the link is faster. A group's options are all tracks above its present one; shared layers count once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_compute
 Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
-"""Shares of the time price that the link gets; the decoders get the rest."""
+"""Fractions of the time price for the link; the decoders get the rest."""
 _DEADLINE_LEVELS = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
-"""Factors on the time price, tried if the plan would miss the deadline."""
+"""Factors on the time price to try if the plan would miss the deadline."""
 _FINER_LEVELS = (0.25, 0.01, 1e-3, 0.0)
-"""Factors on the time price, tried if the loss is limited, or if the engine or the producer may finish last."""
+"""Factors on the time price to try if the loss is limited, or if the engine or the producer may finish last."""
 _FEW_SHARES: Array = np.array([1.0, 0.4])
-"""The same with these factors."""
+"""Fractions as in `_LINK_SHARES`, used with these factors."""
 _MIN_TIME_PRICE = 1e-4
-"""Minimum time price to multiply by these factors, nats per second."""
+"""Minimum time price to which `_DEADLINE_LEVELS` and `_FINER_LEVELS` apply, in nats per second."""
 _REPLACED_BYTE_PRICE = 6.0
-"""Price of a replaced byte, relative to a requested one: other plays could have used it."""
+"""Price of a replaced byte, as a multiple of that of a requested one, since other plays could have used it."""
+MAX_PARTS = 64
+"""Maximum number of parts of a long prompt in a division, each on one track; also the maximum number of engine
+stops."""
 _LATE_SECOND_COST = 1e3
-"""Price of a second after the deadline, nats per token; prefers plans that end in time."""
+"""Cost of a second after the deadline, in nats per generated token, so that plans that end in time are preferred."""
 _SIMILAR_FACTOR, _EQUAL_FACTOR = 16.0, 1.25
 """Factors within which gains count as similar, and within which gains or losses count as equal."""
 _NEGLIGIBLE_PRICE = 1e-18
@@ -49,66 +52,66 @@ class TimePlan(NamedTuple):
     """The track of every group, and the expected outcome."""
 
     targets: list[int]
-    """Catalog number of each group's track."""
+    """Index in the catalog of each group's track."""
     objective: float
     """Loss plus priced time from now, nats per generated token."""
     idle_objective: float
-    """Objective without further requests; infinite if groups are missing."""
+    """`objective` without further requests; infinite if groups are missing."""
     bytes: float
     """Bytes to request."""
     ends_s: float
     """Seconds until everything is decoded."""
     byte_price: float
-    """Nats per byte."""
+    """Price of a byte in nats."""
     decode_price: float
-    """Nats per second of decoding."""
+    """Price of a second of decoding in nats."""
     second_price: float
-    """Nats per second of the play; above `View.time_price` if time is short."""
+    """Price of a second of the play in nats; above `View.time_price` if time is short."""
 
 
 class _Options(NamedTuple):
-    """Options by track and group."""
+    """Options of tracks, by track and group."""
 
     loss: Array
     bytes: Array
     work: Array
-    """Seconds of one thread to decode it, less decoding it saves."""
+    """Seconds of one thread to decode the option, minus the decoding that it saves."""
     waste: Array
 
 
 class _Picked(NamedTuple):
-    """Choices at several prices, by price and group."""
+    """Chosen tracks at several prices, by price and group."""
 
     tracks: npt.NDArray[np.intp]
     bytes: Array
     work: Array
-    """Seconds of decoding with all decoders."""
+    """Seconds of decoding by all decoders."""
     loss: Array
 
 
 class _Fixed(NamedTuple):
-    """The parts of a prompt to divide, at any rate."""
+    """The parts of a prompt to divide, independent of the rate."""
 
     options: _Options
-    """By track and part."""
+    """Options by track and part."""
     stops: npt.NDArray[np.intp]
     counts: Array
-    """Groups by part."""
+    """Number of groups by part."""
     engine_s: Array
-    """Seconds until the engine is done, by stop, as the following arrays."""
+    """Seconds until the engine is done, by stop; the following arrays are also by stop."""
     ready_s: Array
     """Seconds until all groups to fetch are published."""
     flying: Array
     """Bytes in flight."""
     requests: Array
     queue_s: Array
-    """Seconds of decoding of what has arrived or is in flight."""
+    """Seconds of decoding for data that has arrived or is in flight."""
     lacks: Array | None
     """Bytes and groups that lack the base; only for an engine in the middle of a play."""
 
 
 class TimePlanner:
-    """Plans the tracks of one play. The play reports every change to a group."""
+    """Plans the tracks of one play, which reports every change to a group."""
 
     def __init__(self, view: View) -> None:
         catalog = view.catalog
@@ -122,7 +125,7 @@ class TimePlanner:
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
         self._steps: Array = np.zeros((len(states), *shape))
-        """Bytes from a state (last: none) to a track, by state, track and group."""
+        """Bytes from a state (a track; the last state: none) to a track, by state, track and group."""
         self._discards: Array = np.zeros((len(states), *shape))
         """Bytes that the step makes useless, by state, track and group."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
@@ -134,26 +137,26 @@ class TimePlanner:
         """Loss of the tracks that can follow those in flight, by track and group."""
         self._waste: Array = np.zeros(shape)
         self._moves: Array = np.ones(shape)
-        """1.0 if the option must be decoded."""
+        """1.0 if the option must be decoded, else 0.0."""
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
         self._changed: set[int] = set(range(groups))
         """Groups to check in addition to new `View.changes`."""
         self._read = self._ruled_out = 0
-        """Number of such changes read, and of unavailable tracks handled."""
+        """Number of entries of `View.changes` read, and of unavailable tracks handled."""
         self._whole = float(self._steps[-1].sum(axis=1).max())
         self._stay: Array = np.full(groups, UNAVAILABLE_LOSS)
         """Loss of each group without further requests."""
         self._lost, self._unplayed = 0.0, groups
-        """Sum of `_stay` without missing groups, and the number of these."""
+        """Sum of `_stay` without missing groups, and the number of missing groups."""
         self._state = np.zeros(groups, int) - 1
-        """Track of each group, in place or in flight; -1 if none."""
+        """Track of each group, in place or in flight; -1: none."""
         self._cut: int | None = None
         self._flying = np.zeros(groups, int) - 1
-        """Track in flight for each group; -1 if none."""
+        """Track in flight for each group; -1: none."""
         self._added = 0
         self._left_out = frozenset(catalog.computed)
-        """Groups in no asset, always computed."""
+        """Groups that are in no asset and always computed."""
         self._rest_factors, self._on_base = self._if_rest_computed(view)
 
     def _if_rest_computed(self, view: View) -> tuple[Array | None, Array | None]:
@@ -232,7 +235,7 @@ class TimePlanner:
                     self.without(group, name)
 
     def follow(self, group: int, track: str) -> None:
-        """Note that a group was requested; `sync` corrects this if the request fails."""
+        """Record that a group was requested; `sync` corrects this if the request fails."""
         self._known[group] = (track, False)
         self._changed.add(group)
         self.set(group, track, flying=True)
@@ -246,16 +249,16 @@ class TimePlanner:
         self._stay[group] = loss
 
     def cut_at(self, group: int | None) -> None:
-        """Set where a suffix engine computes the rest, amplifying errors right before; None: no engine."""
+        """Set where a suffix engine begins, since it amplifies errors right before; None: it computes nothing."""
         self._cut = group if self._rest_factors is not None else None
 
-    def smallest_first(self, track: str) -> list[int]:
-        """Return all groups by their loss on a track, the smallest first; about equal ones in order.
+    def by_loss(self, track: str) -> list[int]:
+        """Return all groups by their loss on a track, the largest first; about equal ones in ascending order.
 
         Neighbours that are requested together share a range of an object store.
         """
-        losses = np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE)
-        order: list[int] = np.argsort(_rounded(losses, _EQUAL_FACTOR), kind="stable").tolist()
+        losses = _rounded(np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE), _EQUAL_FACTOR)
+        order: list[int] = np.lexsort((np.arange(losses.size), -losses)).tolist()
         return order
 
     def lost(self) -> float:
@@ -265,7 +268,7 @@ class TimePlanner:
         return float(self._staying()[: self._cut].sum())
 
     def _loss_if_rest_computed(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
-        """Return losses on some tracks if the engine computes the rest, shaped like ``loss``."""
+        """Return the given losses on some tracks as they are if the engine computes the rest, shaped like ``loss``."""
         if self._rest_factors is None or self._cut is None:
             return loss
         factor, even = self._rest_factors[:, tracks, self._cut]
@@ -283,7 +286,7 @@ class TimePlanner:
     def rank(self, view: View, plan: TimePlan, belief: Belief, computed: range) -> list[tuple[float, int, int]]:
         """Return the upgrades that pay off as (saving per price, group, track), the first to request last.
 
-        ``belief``: possible rates of new requests; ``computed``: groups left to the engine.
+        ``belief``: possible rates of new requests; ``computed``: groups assigned to the engine.
         """
         base = self._number[view.ladder.cheapest]
         here, coming = self._flying < 0, self._flying == base
@@ -337,7 +340,7 @@ class TimePlanner:
         return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
-        """Return the upgrade that pays best as (group, track, saving, price) in nats; None if there is none."""
+        """Return the upgrade that pays off most as (group, track, saving, price) in nats; None if there is none."""
         loss = self._loss_if_rest_computed(self._loss, slice(None))
         savings = np.where(self._moves > 0.0, self._staying() - loss, -UNAVAILABLE_LOSS)
         if self._cut is not None:
@@ -360,10 +363,10 @@ class TimePlanner:
                 self._loss[number, group] = UNAVAILABLE_LOSS
 
     def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
-        """Return the best plan at a rate, bytes per second.
+        """Return the best plan at a rate in bytes per second.
 
-        ``computed``: groups left to the engine, not planned here; ``computed_s``: seconds until the engine is done with
-        these and its current work. Ending sooner saves no time.
+        ``computed``: groups assigned to the engine, which are not planned here; ``computed_s``: seconds until the
+        engine is done with these and its current work. The plan gains nothing by ending sooner.
         """
         price = max(view.time_price, _MIN_TIME_PRICE)
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
@@ -444,7 +447,7 @@ class TimePlanner:
         return _Picked(picks, options.bytes[picks, groups], work[picks, groups], options.loss[picks, groups])
 
     def _work(self, view: View, moves: Array) -> Array:
-        """Return the seconds to decode each option, less those of undecoded data that it replaces."""
+        """Return the seconds to decode each option, minus those of undecoded data that it replaces."""
         decode = self._decode_s
         waiting = np.where(self._flying >= 0, decode[self._flying], 0.0)
         for group in view.undecoded:
@@ -461,7 +464,7 @@ class TimePlanner:
         return max(0.0, float(self._decode_s[flying].sum()) - spared) / view.decoders
 
     def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array]:
-        """Return the options of the parts beginning at ``starts``, and their bytes and requests in flight."""
+        """Return the options of the parts that begin at ``starts``, and their bytes and requests in flight."""
         options, held = self._later_options(view), np.zeros((2, len(self._missing)))
         for transfer in view.in_flight.required.values():
             held[:, transfer.group] += transfer.remaining, 1
@@ -502,13 +505,13 @@ class TimePlanner:
         """Return, by rate, the cost of each division of the work between network and engine.
 
         In hole mode the engine computes groups ``first`` to a stop while the network delivers the others. In suffix
-        mode it computes from a stop on once the network has delivered the groups before it.
+        mode the engine computes from a stop on, once the network has delivered the groups before it.
 
         Args:
             view: the play.
             rates: link rates, bytes per second.
-            first: the group where the engine continues.
-            stops: ends of the engine in hole mode, of the network in suffix mode; ascending.
+            first: the group at which the engine continues.
+            stops: ends of the engine's groups in hole mode, of the network's in suffix mode; ascending.
             engine_s: seconds until the engine is done, by stop.
             inherited: loss of the computed groups, by stop.
             ramp: in slow start, the initial rate and its doubling time in seconds.
@@ -570,5 +573,5 @@ class TimePlanner:
 
 
 def _rounded(values: Array, factor: float) -> Array:
-    """Return the positions of positive values on a logarithmic scale, rounded down to steps of a factor."""
+    """Return positive values on a logarithmic scale, rounded down to steps of a factor."""
     return np.floor(np.log(values) / math.log(factor))

@@ -17,22 +17,22 @@ _EXCESS_LOSS_PRICE = 10.0
 
 
 class GroupSet(MutableSet[int]):
-    """A subset of the groups 0 to ``groups`` - 1, ascending, with weighted sums that need no scan.
+    """A subset of the groups 0 to ``groups`` - 1, ascending, with sums of weights that need no scan.
 
-    One byte per group marks members, so that searches run at memory speed.
+    One byte per group marks members, so that searches are as fast as memory.
     """
 
     __slots__ = ("_count", "_flags", "_sums", "_weights", "returned")
 
     def __init__(self, groups: int, members: Iterable[int] | None = None) -> None:
-        """Begin with ``members``; None: all groups."""
+        """Start with ``members``; None: all groups."""
         self._flags = bytearray(groups) if members is not None else bytearray(b"\1") * groups
         self._count = 0 if members is not None else groups
         self._sums: dict[str, int] = {}
         self._weights: dict[str, Sequence[int]] = {}
         self.returned: list[int] = []
-        """Every group ever added, in order and with repeats. Readers remember their position and read on from there
-        instead of scanning all groups. A group may have left the set since."""
+        """Every group ever added, in order and with repeats. Instead of scanning all groups, readers remember their
+        position and continue from there. A group may have left the set since."""
         for group in members or ():
             self._count += not self._flags[group]
             self._flags[group] = 1
@@ -95,7 +95,7 @@ class GroupSet(MutableSet[int]):
                 self._sums[name] -= weights[group]
 
     def total(self, name: str, weights: Sequence[int]) -> int:
-        """Return the sum of the members' weights, cached by ``name`` and kept up to date."""
+        """Return the sum of the members' weights, cached by ``name`` and updated with every change."""
         if name not in self._sums:
             self._sums[name] = sum(weights[group] for group in self)
             self._weights[name] = weights
@@ -117,7 +117,7 @@ class Transfer:
     bytes: int
     """Size of the group's frame."""
     upgrade: bool
-    """False for the base of a missing group."""
+    """True if a track of the group is in place or requested before; False for the base of a missing group."""
     requested_s: float
     received: int = 0
     first_byte_s: float | None = None
@@ -125,7 +125,7 @@ class Transfer:
     priority: int = 128
     """Requested priority, 0 (most urgent) to 255."""
     source: int = 0
-    """Number of the source that sends it."""
+    """Index of the source that sends it."""
     local: bool = False
     """True if it is read from the local store."""
 
@@ -136,17 +136,17 @@ class Transfer:
 
 
 class InFlight(dict[int, Transfer]):
-    """Requests in flight by number, with totals."""
+    """Requests in flight by request number, with totals."""
 
     def __init__(self, floor: Sequence[int]) -> None:
-        """Begin empty; ``floor``: bytes of each group on the cheapest track."""
+        """Start empty; ``floor``: bytes of each group on the cheapest track."""
         super().__init__()
         self._floor = floor
         self.required: dict[int, Transfer] = {}
         """Requests that are not upgrades."""
         self.upgrades: dict[int, Transfer] = {}
         self.receiving: dict[int, int] = {}
-        """Number of requests with their first byte received, by source."""
+        """Number of requests that have received their first byte, by source."""
         self.requests_by_source: dict[int, int] = {}
         """Number of requests, by source."""
         self.left: dict[int, int] = {}
@@ -186,7 +186,7 @@ class InFlight(dict[int, Transfer]):
         self.required_bytes = self.required_floor = 0
 
     def require(self, transfer: Transfer) -> None:
-        """Turn an upgrade into a required request, as the group in place was lost."""
+        """Turn an upgrade into a required request, since the group in place was lost."""
         self.pop(transfer.request)
         transfer.upgrade = False
         self[transfer.request] = transfer
@@ -206,7 +206,7 @@ class InFlight(dict[int, Transfer]):
             self.required_bytes += more
 
     def not_local(self, transfer: Transfer) -> None:
-        """Record that a request uses the link after all."""
+        """Record that a request uses the link after all, not the local store."""
         self.pop(transfer.request)
         transfer.local = False
         self[transfer.request] = transfer
@@ -230,7 +230,7 @@ def _add(counts: dict[int, int], key: int, by: int) -> None:
 
 
 class Settled(set[int]):
-    """Groups in place or arrived, with no request in flight, and the order they settled in."""
+    """Groups in place or arrived, with no request in flight, and the order in which they settled."""
 
     def __init__(self, changes: list[int]) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Future:
     """The future of a play, which only a simulator has."""
 
     carried: Callable[[float], float]
-    """Bytes that the link will carry within a number of seconds from now."""
+    """Returns the bytes that the link will carry in a number of seconds from now."""
     plan: Callable[[View], PlannedPlay]
     """Plans a play that begins now, if the policy can (`kvabr.replay.experiment.Planner`)."""
 
@@ -288,15 +288,15 @@ class View:
     deadline_s: float
     """TTFT deadline, seconds since the play began."""
     cost: PrefillCost | None = None
-    """Prefill cost of the engine; None without an engine."""
+    """Prefill cost of the engine; None: there is no engine."""
     front_first: bool = False
     """True if the engine must recompute everything after the first missing group."""
     prefix: bool = False
-    """True if a play delivers a prefix, and the engine accepts the groups in place as they are."""
+    """True if the play delivers a prefix, and the engine accepts the groups in place as they are."""
     in_order: bool = False
     """True if an idle engine can process groups in place once all earlier ones are in place."""
     gpu_price: float = 0.0
-    """Price of a second of engine time, nats per token."""
+    """Price of a second of engine time, nats per generated token."""
     time_price: float = 0.0
     """Price of a second before the first token, nats per generated token."""
     max_loss: float = float("inf")
@@ -316,8 +316,8 @@ class View:
     groups: int = field(init=False)
     """Number of groups in the asset."""
     keeps: int = field(init=False)
-    """Number of decisions that reuse a scan of all groups; 0 up to 64 groups. Keeps decisions cheap for long prompts;
-    the scan is outdated by at most 1/64 of the groups."""
+    """Number of decisions that reuse a scan of all groups; 0 for up to 64 groups. Keeps decisions cheap for long
+    prompts: the scan is outdated by at most 1/64 of the groups."""
     now: float = 0.0
     """Seconds since the play began."""
     rate: float = 0.0
@@ -329,7 +329,7 @@ class View:
     full: bool = False
     """True if no further request can be sent now; the policy may only give the engine work."""
     prior_own: bool = False
-    """True if this client has observed `prior_rate`; a server may only have announced it."""
+    """True if this client has measured `prior_rate`; False if a server may only have announced it."""
     growing: bool = False
     """True in slow start: the rate still grows from sample to sample."""
     ttfb_s: float = 0.0
@@ -337,11 +337,11 @@ class View:
     outstanding_bytes: int = 0
     """Bytes still to arrive for all requests in flight."""
     margin_s: float = 0.0
-    """Slack for everything that must end by the deadline: it starts this many seconds earlier."""
+    """Seconds of slack: everything that must end by the deadline starts this much earlier."""
     decode_backlog_s: float = 0.0
     """Seconds of decoding queued or running."""
     undecoded: dict[int, int] = field(default_factory=dict)
-    """Groups with data that waits for decoding, in order of arrival; each with its position."""
+    """Groups with data that waits for decoding, each with its position in order of arrival."""
     engine_backlog_s: float = 0.0
     """Seconds until the engine has finished all its work."""
     in_flight: InFlight = field(init=False)
@@ -349,26 +349,26 @@ class View:
     settled: Settled = field(init=False)
     """Groups that have arrived or are in place, with no request in flight; they can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
-    """Pairs of group and track that failed too often (for example, all copies damaged), or that a producer left out or
-    has not encoded yet."""
+    """Pairs (group, track) that failed too often, for example because all copies are damaged; or that a producer
+    omitted or has not encoded yet."""
     added: int = 0
-    """Number of times that tracks were added to existing groups; settled groups have settled again then."""
+    """Number of times that tracks were added to existing groups; settled groups have then settled again."""
     edge: int = field(init=False)
-    """Number of groups published so far; all unless the cache is still being prefilled."""
+    """Number of groups published so far; all groups unless the cache is still being prefilled."""
     ends_s: float = 0.0
-    """When the last group should be published, seconds since the play began; 0.0 if all were from the start."""
+    """When the last group should be published, in seconds since the play began; 0.0 if all were published before."""
     late_s: float = 0.0
-    """Delay of the next group from the producer, seconds; 0.0 if shorter than a group takes."""
+    """Seconds by which the producer's next group is late; 0.0 if less than a group takes."""
     ready_s: Callable[[int], float] | None = None
-    """Returns when a group should be published, seconds since the play began; None: all are."""
+    """Returns when a group should be published, in seconds since the play began; None: all are published."""
     track_of: list[str | None] = field(init=False)
-    """Track of each group, in place or in flight; ``recomputed`` if left to the engine; None if missing."""
+    """Track of each group, in place or in flight; ``recomputed`` if assigned to the engine; None if missing."""
     changes: list[int] = field(default_factory=list)
     """Every group that may have changed its track or settled, in order; see `Settled.history`."""
     solid: int = 0
     """All groups before this one are in place."""
     missing_groups: GroupSet = field(init=False)
-    """Published groups neither in place, in flight, nor left to the engine; updated by the player."""
+    """Published groups that are neither in place, in flight, nor assigned to the engine; updated by the player."""
 
     def __post_init__(self) -> None:
         self.catalog = self.ladder.catalog
@@ -395,12 +395,12 @@ class View:
 
     @property
     def arrived(self) -> bool:
-        """True if every group has arrived on some track or is left to the engine."""
+        """True if every group has arrived on some track or is assigned to the engine."""
         return not self.missing_groups and not self.coming and not self.in_flight.required
 
     @property
     def tail(self) -> int:
-        """Number of tokens computed after the cache, with the question; losses assume it."""
+        """Number of tokens computed after the cache, with the question; losses apply after them."""
         return self.catalog.tail
 
     def first_missing(self) -> int | None:
@@ -424,7 +424,7 @@ class View:
         return self.engine_backlog_s + alone
 
     def decode_s(self, track: str) -> float:
-        """Return the seconds to decode one more full group of a track in a batch, with the layers below it."""
+        """Return the seconds to decode one more full group of a track in a batch, with its lower layers."""
         if self.decode_seconds is not None:
             return self.decode_seconds(track)
         return self.catalog.by_name[track].decode_s
@@ -434,13 +434,13 @@ class View:
         return 0.0 if self.decode_latency is None else self.decode_latency(track)
 
     def last_decode_s(self, track: str) -> float:
-        """Return the seconds from arrival of the last group on a track until it is in place."""
+        """Return the seconds from the arrival of the last group on a track until it is in place."""
         if self.decodes_last:
             return 0.0  # the deadline allows for it
         return self.decode_latency_s(track) + self.decode_s(track)
 
     def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
-        """Return the number of new bytes that would be in place by the deadline.
+        """Return the number of further bytes that would be in place by the deadline.
 
         ``rate``: bytes per second: `rate`, or `lower_bound` if the play must commit; ``decode_s``: seconds to decode
         the last arrival.
@@ -454,7 +454,7 @@ class View:
         return layers[layers.index(current) + 1 :] if current in layers else layers
 
     def extends(self, group: int, track: str) -> bool:
-        """Return whether a track adds layers to the one in flight for a group."""
+        """Return True if a track adds layers to the one in flight for a group."""
         current = self.track_of[group]
         return current != track and current in self.ladder.stacks[track] and group in self.in_flight.groups
 
@@ -480,10 +480,10 @@ class View:
         return min(self.ladder.tracks, key=seconds).name
 
     def slack_s(self) -> float:
-        """Return the time left minus the time to complete the base, the buffer of this player, in seconds.
+        """Return the time left minus the time to complete the base, in seconds: the buffer of this player.
 
-        That is all requests in flight plus every missing group on the cheapest track, at the lower bound of the rate.
-        Negative infinity if the rate is unknown and groups are missing.
+        The base is all requests in flight plus every missing group on the cheapest track, at the lower bound of the
+        rate. Returns negative infinity if the rate is unknown and groups are missing.
         """
         need = self.outstanding_bytes + self.floor_bytes()
         if not need:
@@ -513,7 +513,7 @@ class View:
 
 
 def excess(lost: Any, view: View) -> Any:
-    """Return the cost of exceeding `View.max_loss` by a loss or an array of them; it outweighs all other costs."""
+    """Return the cost of a loss, or an array of losses, above `View.max_loss`; it outweighs all other costs."""
     if view.max_loss == float("inf"):
         return 0.0
     over = lost - view.max_loss

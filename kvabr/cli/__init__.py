@@ -1,1 +1,1 @@
-"""The command line: `main` lists the commands; every other file is one command, or support for several."""
+"""The command line: `main` lists the commands; every other file is one command, or code for several."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvabr.types.kv import KVSpec
 
 AC_TRACKS = (*LAYERS, "AC-5x")
-"""Tracks that --target-track can name."""
+"""Tracks that --target-track accepts."""
 
 _LOAD = {"auto": None, "whole": False, "layers": True}
 

@@ -1,8 +1,9 @@
 """All commands by name: those of kvabr, of its laboratory, and of other installed packages.
 
-A command is a function ``add(parser)`` that declares its options and sets the default ``run``, which takes the parsed
-arguments and returns the exit status. A package adds commands by entry points of the group ``kvabr.commands``; a name
-with a dot is a part of a command. Entry points are read only for commands outside `COMMANDS`: reading them is slow.
+A command is a function ``add(parser)`` that declares its options and sets the default ``run``, a function that takes
+the parsed arguments and returns the exit status. A package adds commands by entry points of the group
+``kvabr.commands``; a name with a dot extends a command. Entry points are read only for commands outside `COMMANDS`,
+since reading them is slow.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COMMANDS = {
     "store": ("store:add", "list, remove, check and copy the assets of a store"),
     "completion": ("completion:add", "print a completion script for bash or zsh"),
 }
-"""kvabr's own commands: module and function that declare each, and its one-line help."""
+"""kvabr's own commands: the module and function that declare each, and its one-line help."""
 
 LAB = {
     "lab": "compare policies over a matrix of traces and conditions",
@@ -57,12 +58,12 @@ def names() -> list[str]:
 
 
 def exists(name: str) -> bool:
-    """Return whether there is a command of that name, installed or not."""
+    """Return True if there is a command of that name, installed or not."""
     return name in LAB or is_here(name)
 
 
 def is_here(name: str) -> bool:
-    """Return whether a command is installed."""
+    """Return True if a command is installed."""
     return name in COMMANDS or name in _added()
 
 
@@ -89,7 +90,7 @@ def load_extension(name: str, words: str) -> Any:
 
     Args:
         name: Name of the entry point.
-        words: The user's words after ``kvabr``.
+        words: The user's words after ``kvabr``, for errors.
 
     Raises:
         UsageError: The extension belongs to the laboratory, which is not installed.

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers()
     lines = {name: line for name, (_, line) in COMMANDS.items()} | LAB
     for name in filter(is_here, names()):
-        parser = commands.add_parser(name, help=lines.get(name, "of another package"))  # without help it is hidden
+        parser = commands.add_parser(name, help=lines.get(name, "of another package"))  # hidden without help
         with suppress(KvabrError):  # a broken package
             declare(name, parser)
         parser.description = lines.get(name, parser.description)
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _complete_values(parser: argparse.ArgumentParser) -> None:
-    """Set the values of options: installed policies and estimators, else files."""
+    """Set how option values are completed: installed policies and estimators, else files."""
     import shtab
 
     from kvabr.abr.plugins import estimators, policies

@@ -32,7 +32,7 @@ def places() -> tuple[Path, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The content of a configuration file."""
+    """The contents of a configuration file."""
 
     path: Path
     sections: Mapping[str, object]

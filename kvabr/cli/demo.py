@@ -1,4 +1,4 @@
-"""`kvabr demo`: replay the shipped cache over the shipped traces, print the gain of adapting, show the page."""
+"""`kvabr demo`: replay the shipped cache over the shipped traces, print the gain of adaptation, show the page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from kvabr.replay.run import Matrix
 
 _LOAD = 0.3
-"""The links carry this share of FP16 within the deadline, on average."""
+"""Fraction of the FP16 cache that the links carry within the deadline, on average."""
 _STARTS = 2
 _FIXED_POLICIES = ("fixed:Int8", "fixed:FP16")
 _POLICIES = (DEFAULT, "mpc", "rate", *_FIXED_POLICIES)
 _NOTICEABLE_LOSS = 0.001
-"""Loss in nats per token at which greedy texts of a few dozen tokens begin to differ."""
+"""Loss in nats per token above which greedy texts of a few dozen tokens begin to differ."""
 
 Runs = list[dict[str, Any]]
 
@@ -94,7 +94,7 @@ def _matrix(deadline_s: float) -> Matrix:
 
 
 def _fair(runs: Runs) -> dict[str, Runs]:
-    """Return the runs by policy, without plays that no schedule could have delivered in time."""
+    """Return the runs by policy, except for plays that no schedule could have delivered in time."""
     found: dict[str, Runs] = {policy: [] for policy in _POLICIES}
     for line in runs:
         if line["feasible"]:
@@ -103,7 +103,7 @@ def _fair(runs: Runs) -> dict[str, Runs]:
 
 
 def _ttft(runs: Runs) -> float:
-    """Return the median TTFT; a play that gave up has no first token."""
+    """Return the median TTFT in seconds; a play that gave up counts as infinite."""
     return median(line["ttft_s"] if line["gave_up"] is None else float("inf") for line in runs)
 
 

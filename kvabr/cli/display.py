@@ -28,17 +28,17 @@ from kvabr.types.tails import share_after_tail
 from kvabr.types.words import counted
 
 _FIRST_S, _EVERY_S = 2.0, 10.0
-"""Off a terminal: seconds until the first line of progress, and between lines."""
+"""Without a terminal: seconds until the first line of progress, and between lines."""
 _FILE_COLUMNS = 240
 _SPEED_OVER_S = 600.0
-"""Seconds of progress that the time left is estimated from."""
+"""Seconds of past progress from which the time left is estimated."""
 
 
 class StageBar:
-    """Progress of work in stages on standard error: bars on a terminal, elsewhere a line now and then."""
+    """Progress of work in stages on standard error: bars on a terminal, otherwise a line now and then."""
 
     def __init__(self, stages: Mapping[str, str], console: Console | None = None) -> None:
-        """Take the titles of the stages, by name, and a console (None: standard error)."""
+        """``stages``: titles by stage; ``console``: None: standard error."""
         self._stages = stages
         self._tasks: dict[str, progress.TaskID] = {}
         self._due_s = time.monotonic() + _FIRST_S
@@ -63,7 +63,7 @@ class StageBar:
         self._bar.stop()
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Report that ``done`` steps of a stage's ``total`` are done."""
+        """Report ``done`` of ``total`` steps of a stage (None: unknown)."""
         title = self._stages.get(stage, stage)
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(title, total=total)
@@ -78,7 +78,7 @@ class StageBar:
 
 @contextmanager
 def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Show a message on standard error while work takes long; yields a function that changes it."""
+    """Show a message on standard error during slow work; yields a function that changes the message."""
     console = console or Console(stderr=True)
     if console.is_terminal:
         with console.status(what) as status:
@@ -112,23 +112,23 @@ class PlayBar(StageBar):
         self.say(what)
 
     def planned(self, fresh: int, total: int) -> None:
-        """Set the number of plays; all but ``fresh`` are cached."""
+        """Set the number of plays; only ``fresh`` of them are not cached."""
         self._done, self._total = total - fresh, total
         self.advance(0)
 
     def say(self, what: str) -> None:
-        """Show the current work."""
+        """Show a description of the current work."""
         self._stages = {"plays": what}
         self.advance(0)
 
     def advance(self, plays: int) -> None:
-        """Report that this many more plays are done."""
+        """Add ``plays`` to the number of completed plays."""
         self._done += plays
         self("plays", self._done, self._total)
 
 
 def output() -> Console:
-    """Return a console for results; without a terminal it is wider than every table, unless COLUMNS is set."""
+    """Return a console for results. Without a terminal it is wider than every table, unless COLUMNS is set."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _FILE_COLUMNS
@@ -153,7 +153,7 @@ def say(console: Console, text: str, *, style: str | None = None, highlight: boo
 
 
 def below_bound(plays: int) -> str:
-    """Return a note on plays that cost less than the clairvoyant bound."""
+    """Return a note about plays that cost less than the clairvoyant bound."""
     cost = "costs" if plays == 1 else "cost"
     return f"note: {counted(plays, 'play')} {cost} less than the clairvoyant bound, so the bound is wrong there"
 
@@ -164,18 +164,18 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters replaced: names from a store must not reach the terminal raw."""
+    """Return a text with control characters replaced, since names from a store may contain terminal commands."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def write_json(path: Path | None, value: object) -> None:
-    """Write a value as JSON, if there is a path."""
+    """Write a value as JSON, if a path is given."""
     if path is not None:
         write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_result(path: Path | None, command: str, value: Mapping[str, object]) -> None:
-    """Write the result of a command as JSON, if there is a path."""
+    """Write the result of a command as JSON, if a path is given."""
     write_json(path, {"schema": "kvabr.result/1", "command": command, **value})
 
 
@@ -196,7 +196,7 @@ def table(
         rows: The cells, plain text.
         left: Columns aligned to the left.
         fold: Columns aligned to the left that wrap.
-        spare: Columns left out on a narrow terminal, the first one first.
+        spare: Columns to omit on a narrow terminal, the first one first.
     """
     made = FittingTable(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
     made.spare = spare
@@ -269,7 +269,7 @@ def track_table(catalog: Catalog, title: str | None = None) -> Table:
 
 
 def tail_table(catalog: Catalog) -> Table | None:
-    """Return a table of the losses left after tails; None if these were not measured."""
+    """Return a table of the losses that remain after tails; None if they were not measured."""
     lengths = max((tuple(tail.tokens for tail in track.tails) for track in catalog.tracks), key=len)
     rows = []
     for track in catalog.tracks:
@@ -284,7 +284,7 @@ def tail_table(catalog: Catalog) -> Table | None:
 
 
 def quality_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return KL, change of the NLL, and top-1 agreement, ``-`` if not measured."""
+    """Return KL, change of the negative log-likelihood, and top-1 agreement; ``-`` if not measured."""
     if row["kl"] is None:
         return "-", "-", "-"
     return f"{row['kl']:.5f}", f"{row['dnll']:+.5f}", f"{row['top1']:.3f}"
@@ -319,7 +319,7 @@ def mix_table(catalog: Catalog) -> Table:
 
 
 def _in_brief(tracks: list[str]) -> str:
-    """Return the runs of equal tracks in order, or, if there are many, the number of groups per track."""
+    """Return runs of equal tracks in order or, if there are many, the number of groups per track."""
     runs = [(name, len(list(run))) for name, run in groupby(tracks)]
     if len(runs) <= 8:
         return ", ".join(f"{count} {name}" for name, count in runs)

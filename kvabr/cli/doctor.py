@@ -1,4 +1,4 @@
-"""`kvabr doctor [URL]`: report missing and broken parts with their remedies, and whether an origin can be reached."""
+"""`kvabr doctor [URL]`: reports missing and broken parts with their remedies, and whether an origin can be reached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Finding:
     state: State
     detail: str
     fix: str = ""
-    """Command or advice; empty if no action is needed."""
+    """Command or advice; empty if nothing needs to be done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class DoctorCommand:
 
 
 def run(args: DoctorCommand) -> int:
-    """Check everything, print it, and end with 1 if a check fails."""
+    """Check everything, print the report, and return 1 if a check fails."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -245,7 +245,7 @@ async def _probe(url: str, how: PeerOptions) -> list[Finding]:
 
 
 async def _transports(url: str, how: PeerOptions) -> list[Finding]:
-    """Report how fast each transport connects, and its rate in earlier plays, unless one was chosen."""
+    """Report how fast each transport connects, and its rate in earlier plays; nothing if one was chosen."""
     from platformdirs import user_cache_path
 
     from kvabr.client.memory import history_at
@@ -271,7 +271,7 @@ async def _transports(url: str, how: PeerOptions) -> list[Finding]:
 
 
 def _certificate(how: PeerOptions) -> Finding:
-    """Report why the certificate of a reached peer is trusted."""
+    """Report why the certificate of the peer is trusted."""
     if how.insecure:
         return Finding(
             "certificate", "missing", "was not verified", "--ca F.pem or --fingerprint HEX, instead of --insecure"

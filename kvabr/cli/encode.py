@@ -123,7 +123,7 @@ def run(args: EncodeCommand) -> int:
     from kvabr.store.locations import open_store
     from kvabr.types.digests import check_kind
 
-    # Check everything that needs no model first.
+    # First check everything that needs no model.
     text = prompt_text(args.text)
     ordered_tracks(args.tracks)
     check_kind(args.digest)
@@ -138,7 +138,7 @@ def run(args: EncodeCommand) -> int:
     writer = store.writer(force=args.force)
 
     def check_new(digest: str) -> None:
-        """Refuse an existing asset before minutes are spent."""
+        """Refuse to replace an existing asset, before minutes are spent."""
         if not args.force and store.has(digest):
             raise UsageError(f"{store.location}: asset {digest} already exists; add --force to replace it")
 
@@ -212,7 +212,7 @@ def _report(args: EncodeCommand, catalog: Catalog, location: str, seconds: float
 
 
 def _prior(args: EncodeCommand) -> Catalog | None:
-    """Return the catalog that losses are taken from with --quick; raise `UsageError` for --passage."""
+    """Return the catalog whose losses --quick uses; raise `UsageError` for --passage."""
     from kvabr.data import default_catalog
     from kvabr.store.locations import open_catalog
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from kvabr.types.passage import PassageNotes
 
 _HELD_OUT = 3
-"""Contexts that losses are measured after."""
+"""Number of contexts after which losses are measured."""
 _QUESTION = 16
-"""First tokens of the continuation, which play the role of a question."""
+"""Tokens at the start of the continuation that serve as the question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class PassageOptions:
 
 
 def joining_loss(notes: PassageNotes) -> str:
-    """Return the loss of joining a published passage, as a line for users."""
+    """Return the loss of joining a published passage, as a line of text for users."""
     if not notes.fusion:
         more = f"--fusion, or a text that continues for --continuation {_QUESTION + 2} tokens or more"
         return f"the loss of joining this passage was not measured, so players will recompute it: give {more}"
@@ -51,7 +51,7 @@ def joining_loss(notes: PassageNotes) -> str:
 
 
 def contexts(args: PassageOptions) -> int:
-    """Return over how many contexts the cache is averaged."""
+    """Return the number of contexts over which the cache is averaged."""
     from kvabr.publish.passages import CONTEXTS
 
     return args.contexts or CONTEXTS

@@ -36,8 +36,8 @@ _HOW = (
     "name the cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
     "parts), or give the prompt: --text FILE --model smollm2"
 )
-_NOT_KEPT_STATUS = 3
-"""Exit status of a complete play with groups or a profile that could not be kept on disk."""
+_NOT_STORED_STATUS = 3
+"""Exit status of a complete play if groups or a profile could not be stored on disk."""
 _METRIC = "kvabr_client_failed_writes_total"
 
 
@@ -104,12 +104,12 @@ class FetchCommand:
 
     @property
     def urls(self) -> list[str]:
-        """All sources, without the name of the asset."""
+        """All sources, without the fragment that names the asset."""
         return [url.partition("#")[0] for url in (self.url, *self.source)]
 
 
 def run(args: FetchCommand) -> int:
-    """Run the command."""
+    """Fetch, and return the exit status."""
     from rich.console import Console
 
     from kvabr.cli.display import write_result
@@ -142,14 +142,14 @@ def run(args: FetchCommand) -> int:
             producer = ", and no producer has started to prefill it" if args.play.wait_for_producer_s else ""
             why = f"no part of this prompt is cached at the origin{producer}"
         raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
-    return _NOT_KEPT_STATUS if result["unkept"] else 0
+    return _NOT_STORED_STATUS if result["unkept"] else 0
 
 
 add = command(FetchCommand, run)
 
 
 def _namespace(args: FetchCommand) -> TrackNamespace | None:
-    """Return the name of the cache, None for a prompt; raise `UsageError` for options that contradict each other."""
+    """Return the name of the cache; None for a prompt. Raises `UsageError` for contradictory options."""
     from kvabr.client.origins import asset_of, parse_namespace
 
     namespace = asset_of(args.url)
@@ -215,7 +215,7 @@ def read_prompt(args: FetchCommand, console: Console) -> tuple[Engine | None, st
 async def _reach(args: FetchCommand, console: Console) -> None:
     """Connect once, to report an unreachable origin before the model is loaded.
 
-    Without an origin an engine computes the whole prompt; a cache given by name is an error.
+    With an engine, an unreachable origin is no error unless a cache is named: the engine computes the whole prompt.
     """
     from kvabr.cli.display import printable, say
     from kvabr.client.origins import asset_of, dialling
@@ -235,7 +235,7 @@ async def _reach(args: FetchCommand, console: Console) -> None:
 
 
 def _is_silent(error: BaseException) -> bool:
-    """Return whether no origin answered; refused tokens and untrusted certificates must be fixed instead."""
+    """Return True if no origin answered. Other errors, such as refused tokens, must be fixed by the user."""
     from kvabr.types.errors import ConnectionLostError, NoAnswerError, UnauthorizedError
 
     return isinstance(error, NoAnswerError | ConnectionLostError) and not isinstance(error, UnauthorizedError)
@@ -337,14 +337,14 @@ def _print_result(args: FetchCommand, played: Played, tokens: int) -> None:
 
     record = played.record
     groups = len(played.coverage)
-    shares = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
+    counts = {track: played.coverage.count(track) for track in dict.fromkeys(played.coverage)}
     of = f" of {tokens}" if tokens else ""
     tail = 0 if played.catalog is None else played.catalog.tail
     verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
     lines = [
         f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
         f"{counted(groups, 'group')}: "
-        + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
+        + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in counts.items()),
         f"expected loss {played.loss:.2g} nats per token"
         + (f" after {counted(tail, 'token')} that an engine computes" if tail else ""),
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",

@@ -38,7 +38,7 @@ def command(
 
 
 def add_fields(parser: argparse._ActionsContainer, kind: type, group: OptionGroup = _WHOLE) -> None:
-    """Declare options for the fields of a dataclass, or for a part of them; `read_fields` reads them."""
+    """Declare options for the fields of a dataclass, or for one group of them; `read_fields` reads them."""
     made: dict[object, argparse._ActionsContainer] = {"": parser, None: parser}
     fields, docs, defaults = option_fields(kind), docstrings(kind), dict(group.defaults)
     for name in group.only or fields:
@@ -118,7 +118,7 @@ def _add(parser: argparse._ActionsContainer, field: OptionField, doc: str, prefi
 
 
 def _flags(field: OptionField, prefix: str) -> tuple[list[str], Any]:
-    """Return the flags of a field, the long one last, and its metavar (None: argparse's own)."""
+    """Return the flags of a field, the long one last, and its metavar (None: argparse's default)."""
     words = field.shown.words.split() if field.shown is not None else []
     flags = [word for word in words if word.startswith("-")]
     names = [word for word in words if not word.startswith("-")]

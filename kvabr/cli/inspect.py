@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvabr.types.passage import PassageNotes
 
 _MAX_ENDS = 8
-"""Listed prefixes that end with a snapshot."""
+"""Maximum number of listed prefixes that end with a snapshot."""
 _SHOWN = ("source", "tokens", "groups", "fp16_bytes", "profile_bytes", "loss_method")
-"""Catalog fields in the JSON."""
+"""Fields of the catalog to include in the JSON."""
 _MAX_ASKED = 3
-"""Listed groups that questions read most."""
+"""Maximum number of listed groups that matter most for questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def _head(catalog: Catalog) -> None:
 
 
 def _loss_lines(catalog: Catalog) -> list[str]:
-    """Return the meaning of the columns loss and KL; the JSON has the whole method."""
+    """Return what the columns loss and KL mean; the JSON has the whole method."""
     early = [
         str(first)
         for first in (8, 32)
@@ -215,15 +215,15 @@ def _check(asset: Asset) -> list[str]:
     from kvabr.replay.verify import load_profile
 
     bad: list[str] = []
-    parts: list[Callable[[], object]] = [lambda: load_profile(asset)]
+    reads: list[Callable[[], object]] = [lambda: load_profile(asset)]
     if asset.has_prompt():
-        parts.append(asset.prompt)
+        reads.append(asset.prompt)
     for name, track in asset.catalog.published.items():
-        parts += [partial(asset.frame, group, name) for group in range(len(track.bytes))]
-    for part in parts:
+        reads += [partial(asset.frame, group, name) for group in range(len(track.bytes))]
+    for read in reads:
         try:
-            part()
+            read()
         except KvabrError as error:
             bad.append(str(error))
-    plain(*(f"bad: {line}" for line in bad), f"checked {counted(len(parts), 'part')}: {len(bad)} bad")
+    plain(*(f"bad: {line}" for line in bad), f"checked {counted(len(reads), 'part')}: {len(bad)} bad")
     return bad

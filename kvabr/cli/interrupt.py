@@ -1,10 +1,10 @@
 """Ctrl-C: the first ends a command in order, the second at once.
 
 The first raises `KeyboardInterrupt`, or cancels the task of `run_async`, and restores the signal's default effect, so
-that no cleanup can hold the process.
+that cleanup cannot block the process.
 
-Python drops exceptions raised in destructors and weak reference callbacks, and some libraries catch all exceptions
-while they are imported. So `KeyboardInterrupt` is raised again until it is on its way.
+Python drops exceptions that are raised in destructors and weak reference callbacks, and some libraries catch all
+exceptions while they are imported. So `KeyboardInterrupt` is raised repeatedly until it is handled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 _AGAIN_S = 0.1
-"""Seconds until a lost interrupt is raised again."""
+"""Seconds after which a lost interrupt is raised again."""
 _interrupted = threading.Event()
 """Set once this process has been interrupted."""
 
@@ -31,15 +31,16 @@ _interrupted = threading.Event()
 def run_in_order(command: Callable[[], int], *, alone: bool) -> int:
     """Run a command and return its exit status; the first Ctrl-C raises `KeyboardInterrupt`, the second ends it.
 
-    After the first, the process skips the interpreter's shutdown, which takes a second once torch is loaded. So does a
-    process of this command ``alone`` if it has used obstore: a thread of it that returns to Python would abort.
+    After Ctrl-C, the process skips the interpreter's shutdown, which takes a second once torch is loaded. So does a
+    process that runs only this command (``alone``) if it has used obstore: a thread of obstore that returns to Python
+    would abort.
     """
     status = INTERRUPTED
 
     def leave() -> None:
         _leave(status)
 
-    # Registered first, so called last, after all cleanup.
+    # Registered first, so called last, after all other cleanup.
     atexit.register(leave)
     try:
         with _on_interrupt(_raise, signal.default_int_handler):
@@ -95,7 +96,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def handled() -> None:
-    """Stop raising `KeyboardInterrupt` again: it has reached its end."""
+    """Stop raising `KeyboardInterrupt` again, since it was handled."""
     if _interrupted.is_set() and threading.current_thread() is threading.main_thread():
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
@@ -117,7 +118,7 @@ def _again(*_: object) -> None:
 
 @contextmanager
 def _on_interrupt(first: Callable[[], None], usual: object) -> Iterator[None]:
-    """Call ``first`` at the first Ctrl-C, unless the signal is ignored or its handler is not the ``usual`` one."""
+    """Call ``first`` at the first Ctrl-C, unless the signal is ignored or has a handler other than ``usual``."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not usual or not callable(before):
         yield

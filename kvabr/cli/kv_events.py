@@ -59,7 +59,7 @@ def announcements(
 ) -> Iterator[None]:
     """Announce the assets of a server until the context ends, if the options request it.
 
-    ``registry`` receives the metrics.
+    ``registry`` collects the metrics.
 
     Raises:
         UsageError: an option is wrong, or ZeroMQ is not installed.

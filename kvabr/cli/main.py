@@ -1,7 +1,7 @@
 """The command line: `kvabr COMMAND`. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
-Wrong usage is an invalid option or argument, or a name of a file, asset, store or plug-in that does not exist, is empty
-or has the wrong kind. Damaged, unreadable or unreachable things have failed, and so has a missing model or certificate.
+Wrong usage is an invalid option or argument, or the name of a file, asset, store or plug-in that does not exist, is
+empty or has the wrong kind. Failures are damaged, unreadable or unreachable things, and a missing model or certificate.
 
 Only the command that runs is imported, so that `kvabr --help` is fast.
 """
@@ -42,7 +42,7 @@ is read.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; the entry point of the `kvabr` script."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not a test's buffer, nor None
+        if isinstance(stream, io.TextIOWrapper):  # neither a test's buffer nor None
             stream.reconfigure(errors="replace")
     return run_in_order(lambda: _main(argv), alone=argv is None)
 
@@ -52,7 +52,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         warnings.formatwarning = _format_warning
-        logging.getLogger("quic").addHandler(logging.NullHandler())  # our errors say the same
+        logging.getLogger("quic").addHandler(logging.NullHandler())  # kvabr's errors say the same
         status = int(args.run(args))
         if sys.stdout is not None:  # None if the parent process closed it
             sys.stdout.flush()  # here, where a failure can still be handled
@@ -61,7 +61,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         return 0  # rich found the pipe broken
     except BrokenPipeError:
-        # The reader closed the pipe, as `| head` does: no failure. Discard the buffer, or Python complains at exit.
+        # The reader closed the pipe, as `| head` does: not a failure. Discard the buffer, or Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (KvabrError, OSError, MemoryError, RuntimeError) as error:
@@ -84,7 +84,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line over the user's configuration file, importing only the command that runs.
+    """Parse a command line, with defaults from the user's configuration file; import only the command that runs.
 
     Raises:
         SystemExit: Help or version was requested (status 0), or the words are wrong (status 2).
@@ -112,7 +112,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _over_config(name: str, words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command's words over the defaults of the configuration file."""
+    """Parse a command's words, with defaults from the configuration file."""
     parser = command_parser(name)
     if not {"-h", "--help"}.isdisjoint(words):
         return parser.parse_args(words)  # help shows the built-in defaults, even if the file is broken

@@ -14,7 +14,7 @@ Connecting = Annotated[PeerOptions, OptionGroup("the connection")]
 
 
 def checked(how: PeerOptions, prefix: str = "") -> PeerOptions:
-    """Check the files that the options of a connection name, and return the options.
+    """Check the files that connection options name, and return the options.
 
     Args:
         how: the options.
@@ -33,7 +33,7 @@ def checked(how: PeerOptions, prefix: str = "") -> PeerOptions:
 
 
 def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> str:
-    """Return the token in the file of an option; raise `UsageError` if there is none."""
+    """Return the token in the file of an option, of at least ``least`` characters; raise `UsageError` if wrong."""
     try:
         token = read(path)
     except UsageError as error:

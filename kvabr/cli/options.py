@@ -29,7 +29,7 @@ _NOT_A_NUMBER = re.compile(r"argument (?:-\w/)?(\S+): invalid (float|int) value:
 _NUMBERS = {"float": "number", "int": "whole number"}
 _MAX_TOKENS_BYTES = 64 << 20
 SPINS = "1000"
-"""Spins of a waiting torch thread, about 30 microseconds, before it sleeps."""
+"""Number of times that a torch thread spins, about 30 microseconds in total, before it sleeps."""
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
 
 
@@ -47,7 +47,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists the options\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Convert a word to its option's type; NaN is no number."""
+        """Convert a word to its option's type; reject NaN."""
         try:
             value: object = super()._get_value(action, arg_string)
         except UsageError as error:
@@ -80,12 +80,12 @@ def parse_address(text: str) -> Address:
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether a server bound to ``host`` accepts connections on every address."""
+    """Return True if a server bound to ``host`` accepts connections on every address."""
     return host in {"0.0.0.0", "::"}  # noqa: S104 - compared, not bound
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach ``host``."""
+    """Return True if only this machine can reach ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -147,7 +147,7 @@ class ModelOption:
 
 
 def yield_processors() -> None:
-    """Let waiting threads of torch sleep soon, in commands that compute for long.
+    """Let waiting threads of torch sleep soon, for commands that compute for a long time.
 
     By default they spin for milliseconds, a thousand times in a forward pass, which on a busy machine takes most of the
     processor time. The thread library reads this variable when torch is imported.
@@ -165,7 +165,7 @@ def load(name: str, console: Console, **how: Any) -> LoadedModel:
         def reading(done: int, total: int) -> None:
             say(f"reading the weights, once, to name their caches: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
-        # Imports and a tokenizer create a million lasting objects; collecting garbage among them takes seconds.
+        # Imports and a tokenizer create a million permanent objects; collecting garbage among them takes seconds.
         gc.disable()
         try:
             from kvabr.engines.transformers.model_loader import load_model
@@ -176,7 +176,7 @@ def load(name: str, console: Console, **how: Any) -> LoadedModel:
 
 
 def check_text(model: str, text: str, tokens: int, continuation: int = 0) -> None:
-    """Raise `UsageError` if a text is clearly too short, without loading the model's weights."""
+    """Raise `UsageError` if a text is clearly too short; does not load the model's weights."""
     from kvabr.engines.transformers.model_loader import load_tokenizer
     from kvabr.publish.texts import check_length
 
@@ -185,7 +185,7 @@ def check_text(model: str, text: str, tokens: int, continuation: int = 0) -> Non
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise `UsageError` if a result could not be written, before any work is done."""
+    """Raise `UsageError` if a result cannot be written, before any work is done."""
     for path in paths:
         if path is None:
             continue

@@ -1,6 +1,6 @@
 """Shows a play on the terminal like a video player's statistics: track strip, rate, slack, bytes.
 
-Off a terminal it prints a line every five seconds, and when a problem begins or ends.
+Without a terminal it prints a line every five seconds, and when a problem begins or ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", 
 """Colours of the tracks, smallest track first."""
 _RECOMPUTED_COLOUR = "bright_white"
 _MAX_ROWS = 6
-"""Rows of the track strip; with more groups, a cell stands for several."""
+"""Maximum rows of the track strip; with more groups, a cell stands for several."""
 _UNPUBLISHED = "-"
-"""A group that is not published yet."""
+"""Symbol of a group that is not published yet."""
 _RATE_OVER_S = 0.5
 _PLAIN_EVERY_S = 5.0
 
@@ -35,7 +35,7 @@ class Overlay:
     def __init__(
         self, title: str, console: Console | None = None, trouble: Callable[[], str | None] = lambda: None
     ) -> None:
-        """Take the first line, a console (None: standard error), and a function that names a source's problem."""
+        """``console``: None: standard error; ``trouble`` returns a source's problem, if any."""
         self._title, self._trouble = title, trouble
         self._order: tuple[str, ...] = ()
         self._console = console or Console(stderr=True)
@@ -43,7 +43,7 @@ class Overlay:
         self._received: deque[tuple[float, int]] = deque()
         self._next_line_s = 0.0
         self._troubled = False
-        """Whether the last line named a problem."""
+        """True if the last line named a problem."""
         self._rate_text = "rate not known yet"
         self._live = Live(console=self._console, transient=True, auto_refresh=False, get_renderable=self._render)
 
@@ -165,7 +165,7 @@ class _Strip:
         together = -(-len(self._cells) // cells)
         text = Text()
         for first in range(0, len(self._cells), together):
-            # A cell of several groups shows the slowest one.
+            # A cell of several groups shows the one with the least progress.
             last = min(first + together, len(self._cells))
             text.append(*self._cells[min(range(first, last), key=self._progress)])
         yield text

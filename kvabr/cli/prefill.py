@@ -95,7 +95,7 @@ def run(args: PrefillCommand) -> int:
     from kvabr.types.digests import check_kind
     from kvabr.types.naming import chain
 
-    # Check everything that needs no model first.
+    # First check everything that needs no model.
     text = _checked_text(args)
     salt = read_salt(args.salt_file)
     check_kind(args.digest)
@@ -184,7 +184,7 @@ def _prefill(
 
     def begun(slot: LiveSlot) -> None:
         nonlocal began_s
-        began_s = time.perf_counter()  # without the timing before
+        began_s = time.perf_counter()  # exclude the time of the first timing
         growing.append(slot)
         plain(f"can be played from now on: {engine.spec.model}/{slot.chunks[-1]}")
 

@@ -27,7 +27,7 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_size(text: str) -> int:
-    """Parse bytes with an optional unit; raise `UsageError` if it is malformed or too small for a relay."""
+    """Parse a number of bytes with an optional unit; raise `UsageError` if malformed or too small for a relay."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"{text!r}: give bytes, or a number with KiB, MiB, GiB or TiB")

@@ -83,7 +83,7 @@ add = command(ServeCommand, run, serving.limits_help)
 
 
 def _new_token(days: float | None, file: Path | None) -> int:
-    """Print the token alone on standard output, for scripts, and instructions on standard error."""
+    """Print only the token on standard output, for scripts, and instructions on standard error."""
     from kvabr.cli.display import write_result
     from kvabr.server.grants import new_token
 

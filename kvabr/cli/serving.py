@@ -1,4 +1,4 @@
-"""Shared parts of `kvabr serve` and `kvabr relay`: options, log, certificate, metrics, first lines of output."""
+"""Code shared by `kvabr serve` and `kvabr relay`: options, log, certificate, metrics, first lines of output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _BIND = Address("127.0.0.1", 4443)
 _M_MMAP_THRESHOLD = -3
-"""Constant of glibc's malloc.h."""
+"""Constant from glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 20
 
 
@@ -145,7 +145,7 @@ class ServerSetup:
         return url
 
     def fetch_options(self) -> str:
-        """Return options for a first `kvabr fetch`."""
+        """Return the options that a first `kvabr fetch` needs."""
         words = "--deadline 2 --out cache.safetensors"
         return f"{words} --fingerprint {self.facts.fingerprint}" if self.dev else words
 
@@ -198,10 +198,11 @@ def observed(
 def keep_memory_flat() -> None:
     """Let a process that runs for weeks return unused memory.
 
-    Python collects all garbage only when a quarter of all objects is new. With the modules among them that may take
-    hours, in which closed connections, which are reference cycles, keep their memory. So current objects are excluded.
-    And glibc raises its mmap threshold once large memory is freed, and then takes it from the heap, which cannot shrink
-    across gaps. Each socket of qh3 has 2 MB of that kind.
+    Python collects all garbage only when a quarter of all objects is new. Because of the many objects of modules, that
+    may take hours, during which closed connections, which are reference cycles, keep their memory. So current objects
+    are excluded from collection. Also, glibc raises its mmap threshold once large memory is freed, and then allocates
+    such memory on the heap, which cannot shrink across gaps; each socket of qh3 has 2 MB of it. So the threshold is
+    fixed.
     """
     gc.collect()
     gc.freeze()
@@ -210,7 +211,7 @@ def keep_memory_flat() -> None:
 
 
 def reloads(setup: ServerSetup, server: Server) -> Reloads:
-    """Return the files to read again while a server runs: certificate and key, unless kvabr made them."""
+    """Return the files to reload while a server runs: certificate and key, unless kvabr made them."""
     from kvabr.server import certificates
     from kvabr.server.reload import Reloads
 
@@ -228,9 +229,10 @@ def reloads(setup: ServerSetup, server: Server) -> Reloads:
 def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | None = None) -> FilteringBoundLogger:
     """Return a logger that writes one line per event.
 
-    json: Write JSON lines instead of text; None: if the stream is no terminal.
-    verbose: Include debug events.
-    stream: Output; None: standard error.
+    Args:
+        json: Write JSON lines instead of text; None: if the stream is not a terminal.
+        verbose: Include debug events.
+        stream: Output; None: standard error.
     """
     import structlog
 
@@ -259,7 +261,7 @@ def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | 
 
 
 class _Lossy:
-    """Drops lines that cannot be written: a full disk or broken pipe must not end a connection that logs."""
+    """Drops lines that cannot be written, since a full disk or broken pipe must not end a connection that logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -115,5 +115,5 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _lazily(name: str) -> Callable[[Any], int]:
-    """Return an action of `kvabr.cli.store_actions`, imported only when it runs."""
+    """Return an action of `kvabr.cli.store_actions`, which is imported only when it runs."""
     return lambda options: int(getattr(import_module("kvabr.cli.store_actions"), name)(options))

@@ -28,7 +28,7 @@ _STAGES = {
 
 
 def ls(args: ListCommand) -> int:
-    """List the assets."""
+    """List the assets of a store."""
     tree, now_s = StoreTree(args.store), time.time()
     with StageBar(_STAGES) as bar:
         found = admin.inventory(tree, bar)
@@ -66,7 +66,7 @@ def ls(args: ListCommand) -> int:
 
 
 def rm(args: RemoveCommand) -> int:
-    """Remove assets."""
+    """Remove assets from a store."""
     if not (args.names or args.model or args.unreferenced):
         raise UsageError("name the assets to remove, or give --model M or --unreferenced")
     tree = StoreTree(args.store)
@@ -83,7 +83,7 @@ def rm(args: RemoveCommand) -> int:
 
 
 def verify(args: VerifyCommand) -> int:
-    """Check everything."""
+    """Check the objects of a store, and repair it if requested."""
     tree = StoreTree(args.store)
     with StageBar(_STAGES) as bar:
         bad = admin.find_damage(tree, deep=args.deep, progress=bar)
@@ -107,7 +107,7 @@ def verify(args: VerifyCommand) -> int:
 
 
 def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[admin.Damage]:
-    """Return the assets with tracks that contradict each other, without those that are ``bad`` already."""
+    """Return the assets whose tracks contradict each other, except for those that are ``bad`` already."""
     from kvabr.publish.comparing import compare_tracks
 
     stores, found = admin.names_in(tree), []
@@ -124,7 +124,7 @@ def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[admin
 
 
 def copy(args: CopyCommand) -> int:
-    """Copy assets."""
+    """Copy assets to another store."""
     source, target = StoreTree(args.store), open_store(args.target, create=True)
     names = [admin.full_name(admin.names_in(source), name) for name in args.name]
     with StageBar(_STAGES) as bar:

@@ -78,7 +78,7 @@ from kvabr.types.peer import PeerOptions
 _FIND_S = 5.0
 _MIN_S = 1e-3
 _WAIT_SHARE = 0.9
-"""Share of a lookup spent waiting for a producer."""
+"""Fraction of a lookup's time that may be spent waiting for a producer to publish."""
 
 
 class AsyncClient:
@@ -96,12 +96,13 @@ class AsyncClient:
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
     ) -> None:
-        """Prepare. `connect` or the first play dials.
+        """Set up the client without connecting; `connect` or the first play dials.
 
         Args:
-            origin: an origin or relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
-                (`kvabr.client.origins`); an open connection, which the caller closes after this client; or several, and
-                a play takes each group from the fastest that has the same asset. None: every play names its peer.
+            origin: an origin or relay, ``moqt://host[:port]/``; an object store, such as ``s3://bucket/prefix``
+                (`kvabr.client.origins`); or an open connection, which the caller closes after this client. With
+                several, a play takes each group from the fastest peer that has the same asset. None: every play names
+                its peer.
             connection: how to reach the origins, and which certificates to trust.
             model: the caches' model, by spec or name. None: the engine's, or the only one at the origin.
             engine: computes groups that would be late or are not cached; plays measure its prefill cost.
@@ -151,7 +152,7 @@ class AsyncClient:
     # ------------------------------------------------------------------ peers
 
     def peer(self, url: str, connection: PeerOptions | None = None) -> ClientPeer:
-        """Return another origin or relay for plays to name, without dialling; raise `UsageError` if wrong."""
+        """Return another origin or relay, for the ``peer`` of plays, without dialling; raise `UsageError` if wrong."""
         how = connection or PeerOptions()
         if (url, how) not in self._peers:
             self._peers[url, how] = ClientPeer(url, dialling(url, how), self.store, self.metrics, own=True)
@@ -170,8 +171,8 @@ class AsyncClient:
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
         """Return the round-trip time to a peer in seconds; connect if necessary.
 
-        ``probe_s``: seconds for a probe's answer; None: return the connection's own measurement, or None. Raises
-        `TransportError` as `connect`, or without an answer in time.
+        ``probe_s``: seconds to wait for the answer to a probe; None: return the connection's own measurement, or None.
+        Raises `TransportError` as `connect`, or if no answer arrives in time.
         """
         if probe_s is None:
             return (await self.connect(peer)).stats().rtt_s
@@ -186,7 +187,7 @@ class AsyncClient:
         raise TransportError(_unanswered(self._some(peer), probe_s))
 
     async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[Prior, int]:
-        """Return the measured link, and the bytes of a cache's cheapest track that are not stored."""
+        """Return the estimated link, and the bytes of a cache's cheapest track that are not stored locally."""
         some = self._some(peer)
         links = []
         for one in some:
@@ -236,26 +237,26 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt; `MediaTokens` if some stand for pictures, sound or films.
             parts: the prompt in parts, if passages of it may be cached separately, see `Played.approximate`.
-            question: ids that select, by attention, tokens for a `BlendEngine` to recompute; None: the text that ends
-                `parts`.
-            share: share of the passages' tokens to recompute, if time allows; None: the share that pays off.
-            deadline: seconds from this call to a usable cache, including connecting, waiting for a turn, and computing
-                uncached tokens.
+            question: ids of a question. By attention to it, tokens are selected for a `BlendEngine` to recompute. None:
+                the text that ends `parts`.
+            share: fraction of the passages' tokens to recompute, if time allows; None: the fraction that pays off.
+            deadline: seconds from this call to a usable cache, including connecting, waiting for other plays, and
+                computing uncached tokens.
             options: how to play; None: the client's.
             model: the cache's model; None: the client's, else the engine's, else the only one at the origin. A spec
                 fixes the group size; with a name or an engine, the group size with the longest prefix is used.
             engine: computes groups that would be late; None: the client's.
-            peer: an origin or relay, from `peer`, as a URL, or an open connection; or several; None: the client's
-                origins.
+            peer: one or several origins or relays, each from `peer`, as a URL, or an open connection; None: the
+                client's origins.
 
         Raises:
             UsageError: an argument is wrong, or the model is ambiguous.
             BusyError: there are too many plays; compute the prompt instead.
-            IncompleteError: groups are missing at the deadline, and there is no engine; the error has the cache before
-                them. `PlayOptions.patience` allows more time.
+            IncompleteError: groups are missing at the deadline, and there is no engine. The error has the cache of the
+                groups before them. `PlayOptions.patience` allows more time.
             PlayError: the cache can be neither fetched nor computed.
-            ModelError: the engine failed, and the network could not make up for it.
-            PolicyError: from the policy or the estimator.
+            ModelError: the engine failed, and its groups could not be fetched instead.
+            PolicyError: the policy or the estimator failed.
         """
         options = options or self.options
         wanted, any_size = model_of(model or self._model, engine or self.engine)
@@ -314,8 +315,8 @@ class AsyncClient:
     ) -> Played:
         """Get the cache published under a name; otherwise as `play`.
 
-        ``asset`` is its namespace, ``MODEL/DIGEST``, or a result of `find_asset`. ``tokens`` are the ids of its tokens:
-        an engine needs them, and so does the check of an asset with a salt.
+        ``asset`` is a namespace, ``MODEL/DIGEST``, or a result of `find_asset`. ``tokens`` are the ids of the asset's
+        tokens; they are required with an engine, and to check an asset that has a salt.
 
         Raises:
             NotFoundError: the asset does not exist, or we may not read it.
@@ -349,7 +350,7 @@ class AsyncClient:
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
-        """Try a GPU's kernels and measure its speed in the background, see `warm_engine`."""
+        """Compile and check a GPU's kernels, and measure its speed, in the background; see `warm_engine`."""
         warm_engine(spec, device, dtype, like, self._memory.speeds)
 
     async def play_coded(
@@ -357,9 +358,9 @@ class AsyncClient:
     ) -> PlayedPrefix:
         """Play a whole cache, and leave it compressed until its destination is known; see `PlayedPrefix`.
 
-        ``found`` is from `find` or `find_asset`; the deadline includes expansion. ``recompute``, ``out`` and ``after``
-        have no effect. Errors as `play`, without a cache; and `FormatError` if none of the asset's tracks can be
-        decoded here.
+        ``found`` is from `find` or `find_asset`; the deadline includes expansion. The options ``recompute``, ``out``
+        and ``after`` have no effect. Errors as `play`, but `IncompleteError` has no cache; and `FormatError` if none of
+        the asset's tracks can be decoded here.
         """
         options = replace(options or self.options, out=None, after=None)
         async with self._runner.play(self._some(peer), deadline, options) as play:
@@ -377,11 +378,11 @@ class AsyncClient:
     ) -> Hinted:
         """Fetch the groups of an expected play into the local store, without decoding them.
 
-        Plays have priority: hints have their own turns (as many as `Limits.plays`) and use only spare bandwidth. Groups
-        received within ``within_s`` seconds stay; for ``keep_s`` seconds the store evicts other groups first, within
-        half of each tier (an object store never evicts). ``time_price`` is the price of a second of fetching, nats per
-        generated token; 0: fetch as much as possible. Of the options, only the policy, the estimator and the salt
-        matter. Errors as `play_asset`.
+        Plays have priority: hints have a separate limit (also `Limits.plays`) and use only spare bandwidth. Groups
+        received within ``within_s`` seconds are stored; for ``keep_s`` seconds the store evicts other groups first.
+        Protected groups take at most half of each tier (an object store never evicts). ``time_price`` is the price of a
+        second of fetching, nats per generated token; 0: fetch as much as possible. Of the options, only the policy, the
+        estimator and the salt matter. Errors as `play_asset`.
         """
         check_deadline(within_s)
         if not 0 <= keep_s < math.inf:
@@ -396,7 +397,7 @@ class AsyncClient:
             ended = await play_coded(play, await prepare(play, name))
             played = play.finish(report_prefix(play, ended, 1))
         if keep_s > 0:
-            # First groups of all tracks first: the store drops the protection of later ones first.
+            # In the order of groups, over all tracks: the store drops the protection of the last ones first.
             groups = zip_longest(*(track.digests for track in name.catalog.tracks))
             digests = [digest for group in groups for digest in group if digest is not None]
             await self.store.keep(digests, time.monotonic() + keep_s)
@@ -414,15 +415,15 @@ class AsyncClient:
         options: PlayOptions | None = None,
         peer: PeersLike = None,
     ) -> PlayedPrefix:
-        """Play for an engine that computes the rest of the prompt, up to the first miss.
+        """Fetch a prefix up to the first missing group, for an engine that computes the rest of the prompt.
 
-        ``cost`` protects the first groups. The engine has ``skip`` leading groups, with the state to continue after
-        them (`Catalog.suffix`). Computing the prompt's ``uncached`` tokens counts against the deadline. The
-        prefix ends at a multiple of ``block`` tokens; for a model with windows, cut ``found`` to such an end too
-        (`Catalog.prefix`).
+        ``cost``, the engine's prefill cost, gives the first groups priority. The engine has the first ``skip`` groups,
+        with the state to continue after them (`Catalog.suffix`). The deadline includes computing the prompt's
+        ``uncached`` tokens. The prefix ends at a multiple of ``block`` tokens; for a model with windows, cut ``found``
+        to such an end too (`Catalog.prefix`).
 
-        ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect. Errors as `play`; and
-        `FormatError` if none of the asset's tracks can be decoded here.
+        The options ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect. Errors as `play`;
+        and `FormatError` if none of the asset's tracks can be decoded here.
         """
         if block < 1:
             raise UsageError(f"block must be at least 1 token, got {block}")
@@ -445,15 +446,15 @@ class AsyncClient:
     ) -> int:
         """Return the number of final tokens of a cache that the engine should compute with the rest of the prompt.
 
-        For engines that need the length of the prefix before a play, which otherwise chooses it. ``deadline`` is the
-        seconds left to fetch the ``catalog``; other arguments as for `play_prefix`. Raises `UsageError` or
+        For engines that need the length of the prefix before the play; otherwise, the play chooses it. ``deadline``:
+        the seconds left to fetch the ``catalog``; other arguments as for `play_prefix`. Raises `UsageError` or
         `PolicyError`.
         """
         check_deadline(deadline)
         options, some = options or self.options, self._some(peer)
 
         def choices() -> tuple[list[TailOffer], list[float]]:
-            self._memory.history.refresh()  # another process of the engine may play
+            self._memory.history.refresh()  # another process of the engine may have updated the file
             rate = combined(one.expected(self._memory.history) for one in some).rate
             following = uncached + options.question_tokens
             return tail_choices(
@@ -475,10 +476,10 @@ class AsyncClient:
         peer: PeersLike = None,
         live: bool | None = None,
     ) -> Found | None:
-        """Return the asset that shares the longest prefix with a prompt, cut to that; None if there is none.
+        """Return the asset that shares the longest prefix with a prompt, cut to that prefix; None if there is none.
 
-        ``any_dtype`` accepts a cache of another element type, since groups are decoded to any type. ``live`` also finds
-        a cache that is still being prefilled (None: as in the client's options). ``within_s`` limits the time.
+        ``any_dtype`` accepts a cache of another element type, since groups are decoded to any type. ``live`` includes
+        caches that are still being prefilled (None: as in the client's options). ``within_s``: limit in seconds.
 
         Raises:
             UsageError: an argument is wrong, or the model is ambiguous.
@@ -504,7 +505,7 @@ class AsyncClient:
         peer: PeersLike = None,
         live: bool | None = None,
     ) -> Found:
-        """Return an asset's catalog by its name; ``live`` as for `find`.
+        """Return an asset's catalog by its name; ``live`` and ``within_s`` as for `find`.
 
         Raises:
             NotFoundError: the asset does not exist, or we may not read it.
@@ -517,9 +518,9 @@ class AsyncClient:
             return await _catalog(connection, peers, name, within_s, live=live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
-        """Fetch an asset's codec profile unless cached; a play does so only if it pays for that play.
+        """Fetch an asset's codec profile unless it is cached; a play fetches it only if that pays for this play.
 
-        Raises `TransportError`, or `FormatError` for another profile or model.
+        Raises `TransportError`, or `FormatError` if the answer is another profile or of another model.
         """
         if not self._memory.profiles.has(catalog):
             async with self._lookup(within_s, peer) as connection:
@@ -539,7 +540,7 @@ class AsyncClient:
             return await fetch_models(connection)
 
     async def close(self) -> None:
-        """End all plays and connections, and refuse waiting plays. Has no effect in a forked child."""
+        """End all plays and connections, and refuse waiting plays. In a forked child, do nothing."""
         if not self._home.here:
             return
         await self._runner.close()
@@ -571,7 +572,7 @@ class AsyncClient:
         async with self._runner.play(peers, deadline, options, engine, cost, tokens) as play:
             try:
                 return play.finish(await compute(play)), play.clock.left()
-            except ModelError:  # the origin may have it
+            except ModelError:  # the origin may have the cache
                 if play.clock.left() <= 0:
                     raise
         return None, play.clock.left()
@@ -611,7 +612,7 @@ async def _catalog(
 ) -> Found:
     look = partial(ClientPeer.catalog, name=name, live=live)
     found, _ = await first_found(connection, peers, look, within_s=within_s)
-    assert isinstance(found, Found)  # noqa: S101  # if it is missing, first_found raises
+    assert isinstance(found, Found)  # noqa: S101  # first_found raises if there is none
     return found
 
 

@@ -3,7 +3,7 @@
     with Client("moqt://origin.example/", engine=engine) as client:
         played = client.play(tokens, deadline=2.0)
 
-All methods are thread-safe. Ctrl-C cancels the main thread's play.
+All methods are thread-safe. Ctrl-C in the main thread cancels the call that it waits for.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class LoopThread:
             raise ConnectionLostError("this side closed the connection") from None
         except BaseException:
             if not over.is_set():
-                # Interrupted: end the call before returning. A turn of the loop later, a starting task has started.
+                # Interrupted: end the call before returning. After one loop iteration, a starting task has started.
                 self._loop.call_soon_threadsafe(self._loop.call_soon, stop)
                 over.wait(_CLEANUP_S)
             raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop; cancelling the future cancels it."""
+        """Start a coroutine on the loop, and return its future; cancelling the future cancels the coroutine."""
         self._check(work)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -116,17 +116,17 @@ class LoopThread:
 
 
 class Handle(Generic[T]):
-    """An open play or lookup."""
+    """A play or lookup under way."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return True once it has ended."""
         return self._future.done()
 
     def cancel(self) -> None:
-        """End it and its downloads now, if it has not ended."""
+        """Cancel it and its downloads, unless it has ended."""
         self._future.cancel()
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -141,7 +141,7 @@ class Handle(Generic[T]):
             raise PlayError("the play was cancelled") from None
 
     def when_done(self, call: Callable[[Handle[T]], None]) -> None:
-        """Call ``call``, which should be quick, on any thread at its end."""
+        """Call ``call`` with this handle when it ends, on any thread; ``call`` should return fast."""
         # If the callback held this handle, the future would keep the result until garbage collection.
         self._future.add_done_callback(lambda future: call(Handle(future)))
 
@@ -163,7 +163,7 @@ def _blocking(
 
 
 class Closable(Protocol):
-    """An object to close with its loop."""
+    """An object to close on its event loop."""
 
     async def close(self) -> None:
         """Close it."""
@@ -180,7 +180,7 @@ class Background(Generic[C]):
         self._loop = LoopThread()
 
     def begin(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Handle[T]:
-        """Start work of the client on its event loop; raise `UsageError` if closed."""
+        """Start a coroutine on the client's event loop; raise `UsageError` if closed."""
         return Handle(self._loop.begin(work(self._client)))
 
     def close(self) -> None:

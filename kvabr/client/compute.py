@@ -59,8 +59,8 @@ async def compute(call: PlayCall) -> Played:
 
 
 def _checked(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    room = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
-    parts = prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)
+    resident = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
+    parts = prefill_classes(engine, tokens) if resident is None else (resident.prefill(tokens, 0),)
     for kv, part in zip(parts, engine.spec.parts, strict=True):
         due = computed_shape(part, len(tokens))
         if tuple(kv.shape) != due or not all_finite(kv):

@@ -1,4 +1,4 @@
-"""Measures the decode speeds of this machine, on synthetic frames; see `kvabr.client.memory.DecodeSpeeds`."""
+"""Measure the decode speeds of this machine, on synthetic frames; see `kvabr.client.memory.DecodeSpeeds`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from kvabr.types.kv import KVSpec
 
 _MAX_S = 10.0
 BATCH = "batch "
-"""Key prefix of a family's seconds per batch."""
+"""Key prefix of the fixed seconds per batch of a family of tracks."""
 _BATCHED = 8
 _ELEMENTS = 3 << 19
-"""Most elements to decode on the processor: enough for codecs with a cost per 128 tokens."""
+"""Maximum elements in a measurement on the processor: enough for codecs with a cost per 128 tokens."""
 _RUNS = 3
 _one_core = threading.local()
 _one_core_lock = threading.Lock()
 
 
 def on_one_core() -> None:
-    """Limit torch to this thread, since other threads decode their own groups.
+    """Limit torch to one CPU thread in the calling thread, since other threads decode other groups.
 
-    Sets this thread's count and keeps the default for new ones. With OpenMP's default, 2 decoders on 2 busy cores took
-    ten times the processor time.
+    The default for new threads does not change. With OpenMP's default, 2 decoders on 2 busy cores took ten times the
+    processor time.
     """
     if getattr(_one_core, "done", False):
         return
@@ -64,9 +64,9 @@ def measure(
     """Return the seconds per token, by track, that this thread takes to check and decode groups.
 
     Measures the smallest track of each family on synthetic frames (`SampleFrames`), except plug-in codecs and tracks
-    that lack their profile. ``device`` holds the cache (None: the CPU). A GPU decodes n groups at once in
-    T(n) = a + b n: b is returned by track, a by family under `BATCH`. By default ``clock`` is this thread's processor
-    time, on a GPU the time that passes.
+    that need a missing profile. ``device`` holds the cache (None: the CPU). A GPU decodes n groups at once in T(n) = a
+    + b n seconds: b, per token, is returned by track, and a by family under `BATCH`. By default ``clock`` is this
+    thread's processor time; on a GPU, wall-clock time.
     """
     on_one_core()
     gpu, spec, found = is_gpu(device), catalog.spec.largest, dict[str, float]()
@@ -74,7 +74,7 @@ def measure(
     tokens = spec.rows if gpu else min(spec.rows, max(16, _ELEMENTS // spec.elements_per_token))
     sample = new_sample(spec, profile, tokens)
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if gpu else CORES.all_taken()  # type: ignore[no-untyped-call]
-    # A GPU may have no memory for it.
+    # The GPU may be out of memory.
     with contextlib.suppress(RuntimeError), stream:
         shape, count = spec.shape(tokens), _BATCHED if gpu else 1
         places = [TensorPlace(torch.zeros(shape, dtype=spec.torch_dtype, device=device)) for _ in range(count)]
@@ -94,7 +94,7 @@ def measure(
 
 
 def _smallest(catalog: Catalog) -> Iterable[Track]:
-    """Return the smallest track of each family, without those that refine another."""
+    """Return the smallest track of each family, without tracks that refine another."""
     tracks = [track for track in catalog.tracks if track.name in BUILTIN and track.refines is None]
     largest_first = sorted(tracks, key=lambda track: -track.total_bytes)
     return {family(track.name): track for track in largest_first}.values()
@@ -106,9 +106,9 @@ def _timed(
     clock: Callable[[], float],
     check: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the least seconds to check a group, and decode it to ``places`` at once."""
+    """Return the minimum seconds of a few runs that check a group, and decode it to all ``places`` at once."""
     times = []
-    for _ in range(_RUNS):  # the first may compile kernels
+    for _ in range(_RUNS):  # the first run may compile kernels
         start = clock()
         check()
         for wrong in expand([group] * len(places), places):
@@ -128,7 +128,7 @@ def new_sample(spec: KVSpec, profile: Profile | None, tokens: int) -> SampleFram
 
 
 def sample_group(sample: SampleFrames, track: str) -> CodedGroup:
-    """Return a synthetic group on a track, with all layers below."""
+    """Return a synthetic group on a track, with all layers that the track refines."""
     stack = [track]
     while (lower := track_below(stack[0])) is not None:
         stack.insert(0, lower)
@@ -137,7 +137,7 @@ def sample_group(sample: SampleFrames, track: str) -> CodedGroup:
 
 
 def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
-    """Return the seconds per full group of every track; tracks without a measurement are scaled within their family."""
+    """Return the seconds per full group of every track, extrapolated within its family if not measured."""
     tokens = catalog.spec.largest.rows
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
     factors = {family(name): seconds / (catalog.track(name).decode_s or math.inf) for name, seconds in found.items()}
@@ -146,10 +146,10 @@ def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
 
 
 def is_gpu(device: torch.device | None) -> bool:
-    """Return whether a cache is on a GPU."""
+    """Return True for a CUDA device."""
     return device is not None and device.type == "cuda"
 
 
 def sound_speed(seconds: object) -> bool:
     """Return whether seconds per token are plausible."""
-    return type(seconds) is float and 0 < seconds <= _MAX_S  # NaN compares false
+    return type(seconds) is float and 0 < seconds <= _MAX_S  # rejects NaN

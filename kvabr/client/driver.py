@@ -1,7 +1,7 @@
 """Drive one `player.Session` over one `Connection`: clock, downloads, decoding and engine.
 
-Only decoding and prefill leave the event loop's thread. A few threads shared by all plays decode; each engine has its
-own thread. A play that ends discards their late results.
+Only decoding and prefill leave the event loop's thread. All plays share a few decoder threads; each engine has its own
+thread. A play that ends discards results that arrive later.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from kvabr.types.errors import (
 
 
 class EngineCache:
-    """Computes groups in the engine's threads, one call at a time."""
+    """Computes groups with the engine, one call at a time; runs in the engine's thread."""
 
     def __init__(self, engine: Engine, catalog: Catalog, tokens: Sequence[int], assembler: Assembler) -> None:
         self._engine, self._catalog, self._tokens, self._assembler = engine, catalog, tokens, assembler
         self._held: list[str | None] = [None] * catalog.groups
 
     def compute(self, first: int, last: int) -> None:
-        """Compute groups ``first`` to ``last`` - 1, and put them into place."""
+        """Compute groups ``first`` to ``last`` - 1, and write them to the cache."""
         catalog, assembler = self._catalog, self._assembler
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
         tokens = self._tokens[begin:end]
@@ -79,27 +79,27 @@ class EngineCache:
             return engine.reside(catalog.tokens)
         return None
 
-    def _place(self, room: ResidentCache, groups: int) -> None:
+    def _place(self, resident: ResidentCache, groups: int) -> None:
         coverage = self._assembler.coverage[:groups]  # read first: a group that arrives during the copy is copied again
         before, ends = self._assembler.before(groups), self._catalog.tokens_before
         changed = [group for group in range(groups) if coverage[group] != self._held[group]]
         for _, run in groupby(enumerate(changed), lambda each: each[1] - each[0]):
             some = [group for _, group in run]
             begin, end = ends(some[0]), ends(some[-1] + 1)
-            room.place(begin, before[:, :, :, begin:end])
+            resident.place(begin, before[:, :, :, begin:end])
         self._held[:groups] = coverage
 
 
 _PAUSE_SHARE = 1 / 50
-"""Share of the deadline to wait before repeating a refused request, unless the peer names a time."""
+"""Fraction of the deadline to wait before repeating a refused request, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
-"""Longest such wait, even if the peer names more."""
+"""Maximum of such waits, even if the peer names a longer time."""
 
 _UNREACHABLE_S = 1.0
-"""Seconds without a reachable source before the engine computes the rest; a relay restarts faster."""
+"""Seconds without a reachable source before the engine computes the missing groups; a relay restarts faster."""
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
-"""For real networks: bytes arrive in bursts, streams stall, peers fall silent."""
+"""Settings for real networks: bytes arrive in bursts, streams stall, peers fall silent."""
 
 _log = logging.getLogger("kvabr.client")
 
@@ -122,7 +122,7 @@ class Driver:
     ) -> None:
         """Prepare; `run` starts the play.
 
-        Only the driver calls the fresh ``session``. The connection outlives the play; the assembler holds the cache
+        Only the driver may call the fresh ``session``. The connection outlives the play; the assembler holds the cache
         after `run`. The engine is required if the session has a cost model, ``again`` if it has a `BlendGoal` with a
         cost. ``hook`` writes decoded upgrades; ``watch`` receives a snapshot at every tick; ``feed`` follows an asset
         still being prefilled.
@@ -182,7 +182,7 @@ class Driver:
                 return
             for action in actions:
                 self._execute(action)
-        except Exception as error:  # noqa: BLE001  # a policy's or ours: end the play instead of hanging
+        except Exception as error:  # noqa: BLE001  # raised by a policy or by kvabr: end the play instead of hanging
             if not self._over.done():
                 self._over.set_exception(error)
         else:
@@ -262,7 +262,7 @@ class Driver:
             download.cancel()  # its read ends with an error, which the session ignores
 
     async def _read(self, action: FetchGroup, download: GroupReader) -> None:
-        kept = len(download.data) == action.bytes  # a pushed group may arrive before its announcement
+        received_before = len(download.data) == action.bytes  # a pushed group may arrive before its announcement
         try:
             await self._receive(action, download)
         except PolicyError as error:
@@ -278,7 +278,9 @@ class Driver:
         else:
             self._reads.pop(action.request, None)
             self._frames[action.request] = download
-            self._report(partial(self.session.done, limit="kept" if kept else download.limit), action.request)
+            self._report(
+                partial(self.session.done, limit="kept" if received_before else download.limit), action.request
+            )
         finally:
             download.cancel()
 
@@ -294,7 +296,7 @@ class Driver:
                 self.session.progress(action.request, received, self.now(), download.limit)
 
     async def _pause(self, error: Exception) -> None:
-        """Wait as a busy peer requests: immediate retries would use up the attempts."""
+        """Wait as long as a busy peer requests: immediate retries would use up the attempts."""
         if not isinstance(error, RequestError):
             return
         deadline_s, wanted = self.session.view.deadline_s, error.retry_after_s
@@ -316,7 +318,7 @@ class Driver:
 
     async def _place_waiting(self) -> None:
         while self._waiting and not self._over.done():
-            await asyncio.sleep(0)  # groups that arrive in one turn of the loop share a batch
+            await asyncio.sleep(0)  # groups that arrive in one loop iteration share a batch
             actions, self._waiting = self._waiting, []
             await self._place(actions)
         self._batching = False
@@ -329,15 +331,15 @@ class Driver:
             placed, seconds = await self._loop.run_in_executor(decoders(), work)
         except Exception as error:  # noqa: BLE001  # any device error
             placed, seconds = [error] * len(batch), 0.0
-        shares = self._shares(actions, seconds)
-        for action, (_, layers), result, share in zip(actions, batch, placed, shares, strict=True):
+        seconds_each = self._seconds_each(actions, seconds)
+        for action, (_, layers), result, own_s in zip(actions, batch, placed, seconds_each, strict=True):
             if isinstance(result, Exception):
                 self._refuse(action, layers, result)
                 continue
             for request in (*action.below, action.request):
                 self._frames.pop(request, None)
             if self._hook is None or isinstance(result, Placement) or await self._written(self._hook, action, result):
-                self._report(partial(self.session.decoded, seconds=share), action.request)
+                self._report(partial(self.session.decoded, seconds=own_s), action.request)
 
     def _decoded(self, batch: Sequence[tuple[int, Sequence[Layer]]]) -> Sequence[Any]:
         if self._over.done():
@@ -357,7 +359,7 @@ class Driver:
             self._report(partial(self.session.stop, reason=message_of(error)))
         return self.engine_error is None
 
-    def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
+    def _seconds_each(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
         view = self.session.view
         if self.assembler.coded:
             return [None] * len(actions)
@@ -371,15 +373,15 @@ class Driver:
         return [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
 
     def _refuse(self, action: Decode, layers: Sequence[Layer], error: Exception) -> None:
-        """Report the first unusable layer of a group; log a play's first."""
+        """Report the first unusable layer of a group; log only the first damaged group of a play."""
         request, track = action.request, action.track
         for below, layer in zip(action.below, layers, strict=False):
             try:
                 self.assembler.check(action.group, layer)
-            except Exception as lower:  # noqa: BLE001  # any error, as for the whole group
+            except Exception as lower:  # noqa: BLE001  # as for the whole group
                 request, track, error = below, layer.track, lower
                 break
-        if isinstance(error, FormatError):  # other errors are local
+        if isinstance(error, FormatError):  # others are errors of this machine, not damage
             damaged, name = self.session.record.damaged, self._catalog.namespace.prompt
             if not damaged:
                 what = f"group {action.group} of {name} on {track}"

@@ -1,8 +1,8 @@
-"""The engine's hook allows rewriting a cache in use, between two steps of the engine.
+"""The engine's hook: lets kvabr rewrite a cache in use, between two steps of the engine.
 
-Called with the first token, the token after the last, and a function, it calls the function while the engine does not
-read these tokens and returns True, or returns False and is called again later. An engine with its own copy then copies
-these tokens, in every layer class that has them.
+kvabr calls the hook with the first token, the token after the last, and a function. The hook calls the function while
+the engine does not read these tokens, and returns True; or it returns False, and is called again later. An engine with
+its own copy then copies these tokens, in every layer class that has them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class StepGate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next = threading.Lock()
-        """Held while waiting: otherwise an engine that runs step after step always wins."""
+        """Held by waiting writers; otherwise an engine that runs step after step would never let one in."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Keep the cache unchanged during the block. Not reentrant."""
+        """Hold off writes during the block. Not reentrant."""
         with self._next:
             self._lock.acquire()
         try:
@@ -59,7 +59,7 @@ class EngineHook:
         self._thread = WorkThread()
 
     def close(self) -> None:
-        """End the hook's thread after a running call."""
+        """End the hook's thread once a running call has returned."""
         self._thread.close()
 
     def use(self, rewrite: Rewrite) -> None:
@@ -86,6 +86,6 @@ class EngineHook:
         while not await self._thread.run(partial(self._rewrite, first, last, once)):
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
-        # The write need not improve the cache: it may be cancelled, or the track already in place.
+        # A callback may write nothing: the upgrade was cancelled, or the track is already in place.
         if not written:
             raise UsageError(f"the engine's hook returned True for tokens {first} to {last - 1} but did not write them")

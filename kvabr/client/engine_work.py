@@ -1,7 +1,7 @@
-"""The thread of each engine, and its prefill timings and cost, kept between processes in a file.
+"""The thread of each engine, and its prefill timings.
 
-A prefill may take long or never end, so each engine has a daemon thread. It keeps that thread because GPU libraries
-cache plans per thread.
+A prefill may take long or never end, so each engine has a daemon thread, always the same one: GPU libraries cache plans
+per thread.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _MIN_TOKENS, _MAX_TOKENS = 128, 16384
-"""Bounds of the tokens of timed prefills; the number is halved until the model takes it."""
+"""Minimum and maximum tokens of a timed prefill; sizes above the model's limit are halved until one fits."""
 _ANY_TOKENS = range(64)
 _EXIT_S = 10.0
-"""Seconds that process exit waits for engines: up to Python 3.13, a thread that then requests the interpreter's lock is
-unwound, which aborts C++ code."""
+"""Seconds that process exit waits for engines: up to Python 3.13, a thread that takes the GIL after that is unwound,
+which aborts C++ code."""
 
 
 def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
-    """Return the result of ``work``, and its seconds on a clock."""
+    """Return the result of ``work``, and the seconds that it took."""
     began = clock()
     made = work(*args, **kwargs)
     return made, clock() - began
 
 
 class WorkThread:
-    """A daemon thread that runs work in order, from the first until `close`."""
+    """A daemon thread that runs work in order; it starts with the first and ends after `close`."""
 
     def __init__(self) -> None:
         self._waiting: Queue[tuple[Future[Any], Callable[[], Any]] | None] = Queue()
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work`` or raise its error, after earlier work.
+        """Run ``work`` after earlier work, and return its result or raise its error.
 
-        Cancellation drops work that has not begun, and does not wait for other work.
+        Cancellation drops work that has not begun, and does not affect other work.
         """
         done: Future[T] = Future()
         if self._thread is None:
@@ -62,13 +62,13 @@ class WorkThread:
         return await asyncio.wrap_future(done)
 
     def wait(self, seconds: float) -> bool:
-        """Wait ``seconds`` at most for all work; return whether it is done."""
+        """Wait at most ``seconds`` for all work to finish; return True if it has."""
         work = self._waiting
         with work.all_tasks_done:
             return work.all_tasks_done.wait_for(lambda: not work.unfinished_tasks, seconds)
 
     def close(self) -> None:
-        """End the thread when all work is done."""
+        """End the thread once all work is done."""
         self._waiting.put(None)
 
     def _run(self) -> None:
@@ -83,7 +83,7 @@ def _work(done: Future[Any], work: Callable[[], Any]) -> None:
     if done.set_running_or_notify_cancel():
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # report it: the thread goes on
+        except BaseException as error:  # noqa: BLE001  # reported to the caller: the thread goes on
             fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # futures accept only these
             done.set_exception(error if fit else RuntimeError(f"the engine's thread ended: {error!r}"))
 
@@ -111,19 +111,19 @@ def timings_of(engine: Engine) -> PrefillTimings:
 def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
     """Return the cost of the engine's prefill; the first call for an engine times a few prefills, and blocks.
 
-    Call it in the engine's thread if plays use the engine. ``tokens``: ids of any text. Raises `ModelError` if they do
-    not fit the model.
+    If plays use the engine, call this in the engine's thread. ``tokens``: ids of any text. Raises `ModelError` if they
+    do not fit the model.
     """
-    kept = _of(engine)
-    if not kept.measured:
+    state = _of(engine)
+    if not state.measured:
         some = list(tokens) or list(_ANY_TOKENS)
-        kept.timings.timed(_timed(engine, (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]))
-        kept.measured = True
-    return kept.timings.cost()
+        state.timings.timed(_timed(engine, (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]))
+        state.measured = True
+    return state.timings.cost()
 
 
 def _timed(engine: Engine, tokens: list[int]) -> list[Timing]:
-    """Time prefills of all sizes, with fewer tokens if the model's limit is lower."""
+    """Time prefills of several sizes, with fewer tokens if the model's limit is lower."""
     try:
         return time_prefills(engine, tokens)
     except ModelError:
@@ -142,7 +142,7 @@ class _OfEngine:
 
 _ENGINES: weakref.WeakKeyDictionary[Engine, _OfEngine] = weakref.WeakKeyDictionary()
 _ENGINES_LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a child does not inherit threads
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=_ENGINES.clear)
 
 

@@ -1,8 +1,8 @@
 """Follow a cache that is still being prefilled, for one play: its news, and base groups as they are published.
 
 News announce groups with the sizes and digests of their frames, then additional frames. The play subscribes to the news
-and the base track, and fetches other layers. Bytes that arrive before their news wait undecoded. Peers are not trusted:
-news must fit together (`GrowingCatalog`), and base frames are bounded.
+and the base track, and fetches other layers. Bytes that arrive before their announcement are held undecoded. Peers are
+not trusted: news must be consistent (`GrowingCatalog`), and base frames have a maximum size.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, 
 from kvabr.types.live import EdgeMessage, GrowingCatalog, LiveEnd, PublishedFrames
 
 _MAX_AHEAD = 64
-"""Most groups subscribed to; other pushed groups are fetched."""
+"""Most groups to subscribe to in advance; later ones are fetched."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
-"""Most bytes of a base frame of unknown size: this multiple of the expected size plus a slack."""
+"""Maximum size of a base frame before its announcement: this multiple of the expected size, plus slack bytes."""
 
 
 class LiveFeed:
-    """The live edge of one asset, for one play."""
+    """The growth of one asset, for one play."""
 
     def __init__(self, connection: Connection, growing: GrowingCatalog, base: str) -> None:
         """``base``: the track to subscribe to."""
@@ -37,8 +37,8 @@ class LiveFeed:
     async def run(self, published: Callable[[int, EdgeChanges], None], stopped: Callable[[str], None]) -> None:
         """Follow the publication until the last group; cancellation ends everything.
 
-        ``published`` receives the number of existing groups, and other changes (`Session.published`); ``stopped``
-        receives the reason for missing groups at the end.
+        ``published`` receives the number of existing groups, and other changes (`Session.published`). If the
+        publication ends early, ``stopped`` receives the reason.
         """
         try:
             self._request_ahead()
@@ -54,14 +54,14 @@ class LiveFeed:
             stopped(reason)
 
     def take(self, group: int) -> GroupReader | None:
-        """Return a download requested ahead; None if it failed."""
+        """Return the download of a group that was requested in advance; None if it failed."""
         ahead = self._ahead.pop(group, None)
         return None if ahead is None or ahead.error is not None else ahead
 
     # ---------------------------------------------------------------- news
 
     async def _follow(self, published: Callable[[int, EdgeChanges], None]) -> str:
-        """Return why groups are missing at the end, or ""."""
+        """Follow until the end; return why groups are missing, or "" if all are published."""
         growing, ended = self.growing, None
         while ended is None and not growing.settled:
             try:
@@ -103,7 +103,7 @@ class LiveFeed:
         return None if end is None else end.reason or "it has published fewer groups than announced"
 
     async def _from_catalog(self) -> list[EdgeMessage]:
-        """Return the remaining news from the catalog; raise `TransportError` or `FormatError`."""
+        """Return the missing news, derived from the complete catalog; raise `TransportError` or `FormatError`."""
         retries = Retries(self._connection)
         while True:
             try:

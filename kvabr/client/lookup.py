@@ -1,7 +1,7 @@
-"""Small tracks of an origin: its models, the catalog of an asset, and the longest cached prefix of a prompt.
+"""Lookups at an origin: its models, the catalog of an asset, and the longest cached prefix of a prompt.
 
-Every answer is checked: a catalog is bounded by the prompt's groups and must be of the requested model and tokens
-(`kvabr.types.naming.chain`). Answers are parsed in a thread and in pieces, so as not to block the event loop
+Every answer is checked: the size of a catalog is limited by the prompt's groups, and it must be of the requested model
+and tokens (`kvabr.types.naming.chain`). A thread parses answers in pieces, so as not to block the event loop
 (`kvabr.types.records`).
 """
 
@@ -52,9 +52,9 @@ _MAX_TIMES_FP16 = 4
 """Reject groups larger than this multiple of the exact cache plus `_SLACK_BYTES`: they could exhaust memory."""
 _HEAD_BYTES = 256 << 10
 _ENTRY_BYTES = 128
-"""Most catalog bytes per group and track: size, loss and digest, and its chunk."""
+"""Maximum catalog bytes per group and track: size, loss and digest, and the group's chunk digest."""
 _MIN_GROUPS = 1024
-"""Least groups to allow for: a short prompt may share a prefix with a long asset."""
+"""Groups to allow for at least: a short prompt may share a prefix with a long asset."""
 _LONG = 1 << 16
 """Longer prompts are hashed in a thread: a million tokens take 20 ms."""
 _TOP_PRIORITY = 0
@@ -67,13 +67,13 @@ class Found:
     catalog: Catalog
     """Catalog of the groups shared with the prompt."""
     sha256: str
-    """SHA-256 of the catalog as received, hex."""
+    """SHA-256 of the catalog as received, in hex."""
     limited_by: str | None = None
-    """Layer class that limits the playable prefix."""
+    """Layer class that made the playable prefix shorter than the shared one, or None."""
     live: LiveCatalog | None = None
-    """State of an asset still being prefilled; sizes in `catalog` are then expected ones."""
+    """State of an asset still being prefilled; sizes in `catalog` are then estimates."""
     only: frozenset[str] | None = None
-    """Tracks that a play may use."""
+    """Tracks that a play may use; None: all."""
 
     @property
     def to_play(self) -> Catalog:
@@ -84,18 +84,18 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """An asset that shares a prefix with a prompt, without a snapshot of a state there."""
+    """An asset that shares a prefix with a prompt, but has no snapshot of a state to continue from there."""
 
     limited_by: str
 
 
 def catalog_limit(groups: int) -> int:
-    """Return the most catalog bytes to accept for a prompt."""
+    """Return the maximum catalog bytes to accept for a prompt of ``groups`` groups."""
     return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _MIN_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
 
 
 async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:
-    """Fetch a track of one group; concurrent calls share the download."""
+    """Fetch a track that has one group; concurrent calls share the download."""
     try:
         return await read_view(origin.fetch(namespace, track, priority=_TOP_PRIORITY, limit=limit))
     except ConnectionLostError:  # a dead connection may show only at this request
@@ -122,7 +122,7 @@ async def fetch_catalog(
 ) -> Found:
     """Return the catalog of an asset by its name.
 
-    ``live``: accept an asset still being prefilled; ``limit``: most bytes of a complete one's catalog.
+    ``live``: accept an asset still being prefilled; ``limit``: maximum bytes of the catalog of a complete one.
 
     Raises:
         NotFoundError: the asset does not exist, or we may not read it.
@@ -167,9 +167,9 @@ async def find_prefix(
 ) -> Found | Unplayable | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
-    An origin needs one round trip for up to 321 groups, else two; for a store the connection searches
-    (`Connection.finder`). ``any_dtype`` accepts any element type. ``live`` includes assets still being prefilled;
-    complete ones win ties.
+    A prompt of up to 321 groups takes one round trip to an origin, a longer one two; in an object store, the connection
+    searches (`Connection.finder`). ``any_dtype`` accepts any element type. ``live`` includes assets still being
+    prefilled; complete ones win ties.
 
     Raises:
         TransportError: the origin cannot be reached.
@@ -204,19 +204,19 @@ class _Lookup:
     any_dtype: bool = field(kw_only=True)
 
     async def any(self) -> _Answer | None:
-        """Return the asset with the most playable groups; the complete one wins ties."""
+        """Return the asset with the most playable groups, live or complete; the complete one wins ties."""
         tasks = [asyncio.ensure_future(self.complete()), asyncio.ensure_future(self._closest(LIVE_PREFIX_TRACK))]
         try:
             (complete,) = await asyncio.gather(tasks[0], return_exceptions=True)
             if isinstance(complete, _Answer) and complete.groups >= len(self.digests):
-                return complete  # a live asset could not be better
+                return complete  # a live asset cannot have more
             answers = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await cancel_all(tasks)
         best = max((one for one in answers if isinstance(one, _Answer)), key=lambda one: one.groups, default=None)
         if best is None:
             for answer in answers:
-                # A peer without support for live assets may refuse to look for one.
+                # A peer without support for live assets may refuse the lookup.
                 if isinstance(answer, BaseException) and (answer is answers[0] or not isinstance(answer, RequestError)):
                     raise answer
         return best
@@ -226,7 +226,7 @@ class _Lookup:
         return self._closest(PREFIX_TRACK) if finder is None else self._found(finder)
 
     async def _closest(self, kind: str) -> _Answer | None:
-        """Look up the prompt among one kind of assets; if the name skips digests, look again in the gap."""
+        """Find the longest prefix on one kind of track; if its name omits digests, look again among these."""
         best = await self._ask(kind + self._names)
         shared = 0 if best is None else best.shared
         gap = prefix_gap(shared, len(self.digests), evenly=self._evenly) if shared else range(0)
@@ -301,7 +301,7 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
 
 
 async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
-    """Raise `UsageError` unless the tokens are those of an asset that is no passage."""
+    """Raise `UsageError` unless the tokens are exactly those of the asset, or if the asset is a passage."""
     spec, name = catalog.spec, catalog.namespace
     if catalog.passage is not None:
         raise UsageError(f"{name.prompt[:12]}... is a passage; play it as a part of a prompt")
@@ -362,7 +362,7 @@ def _checked(catalog: Catalog) -> Catalog:
 
 
 def most_frame_bytes(spec: KVSpec) -> int:
-    """Return the largest plausible frame, bytes."""
+    """Return the largest plausible frame in bytes."""
     return _MAX_TIMES_FP16 * spec.fp16_bytes(spec.group_tokens) + _SLACK_BYTES
 
 

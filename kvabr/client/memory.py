@@ -1,8 +1,8 @@
 """State that a client keeps between plays and processes: speeds of peers, decoders and engines, and codec profiles.
 
-A file of measurements belongs to one host, or even one version of kvabr and torch there. It is JSON with a checksum,
-written atomically. Writers merge the entries of other processes; of two that write at once one may lose an entry, which
-it writes again with its next one. A corrupt, foreign or absurd file never fails a play; the next write replaces it.
+A file of measurements is valid only on one host; some also require the same versions of kvabr and torch. It is JSON
+with a checksum, written atomically. Writers merge the entries of other processes. If two write at once, one may lose an
+entry, and writes it again later. A corrupt, foreign or implausible file never fails a play; the next write replaces it.
 """
 
 from __future__ import annotations
@@ -55,24 +55,23 @@ _MAX_NAME = 300
 
 
 class MachineFile(Generic[V]):
-    """Entries of a file, and new measurements. Thread-safe."""
+    """Entries of a file of measurements, with newer ones in memory. Thread-safe."""
 
     owner, most = "machine", MAX_MODELS
 
     def __init__(self, path: Path | None, table: str, read: Callable[[Any], V | None]) -> None:
         """Read the file if it exists; never raises. Without a ``path``: memory only.
 
-        ``table``: key of the entries, and kind of the file. ``read`` returns an entry from JSON values, None to drop
-        it; a `FormatError` drops the whole file.
+        ``table``: key of the entries in the file. ``read`` returns an entry from its JSON value, or None to drop it; if
+        it raises `FormatError`, the whole file is dropped.
         """
         self.path, self.table, self._parse = path, table, read
         self._lock = threading.Lock()
         self._known = self._read()
         self._changed: set[str] = set()
-        """Entries that are newer than the file's."""
+        """Keys of entries that are newer than the file's."""
 
     def get(self, key: str) -> V | None:
-        """Return an entry, or None."""
         with self._lock:
             return self._known.get(key)
 
@@ -83,7 +82,7 @@ class MachineFile(Generic[V]):
         self.save()
 
     def refresh(self) -> None:
-        """Read other processes' changes; never raises."""
+        """Merge in the changes of other processes; never raises."""
         merged = self._read()
         with self._lock:
             for key, known in self._known.items():
@@ -94,7 +93,7 @@ class MachineFile(Generic[V]):
             self._trim()
 
     def save(self) -> None:
-        """Refresh and write the file, if there is one; never raises."""
+        """Refresh, and write the file if there is one; never raises."""
         if self.path is None:
             return
         try:
@@ -103,13 +102,13 @@ class MachineFile(Generic[V]):
             with self._lock:
                 text = self.dumps(self._known)
                 self._changed.clear()
-            # Not under the lock: a starting play must not wait for a disk.
+            # Outside the lock: a starting play must not wait for a disk.
             write_text(self.path, text, mode=PRIVATE)
         except (OSError, KvabrError) as error:
             self.warn(f"{self.path} cannot be saved: {error}")
 
     def identity(self) -> Any:
-        """Return the file's owner as plain JSON values."""
+        """Return the values that identify the machine or host of the file, for JSON."""
         return this_machine()
 
     def warn(self, what: str) -> None:
@@ -158,7 +157,7 @@ class MachineFile(Generic[V]):
 
 @cache
 def this_machine() -> dict[str, str | int]:
-    """Return the facts that affect timings."""
+    """Return the facts about this machine that affect timings."""
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")[: 1 << 14].splitlines()
@@ -173,7 +172,7 @@ def this_machine() -> dict[str, str | int]:
 
 
 def digest(entries: Any) -> str:
-    """Return the checksum of all entries: JSON values, or dataclasses of them."""
+    """Return the checksum of entries, which are JSON values or dataclasses."""
     return hashlib.sha256(json.dumps(entries, sort_keys=True, default=asdict).encode()).hexdigest()
 
 
@@ -195,22 +194,22 @@ _MAX_AGE_S = 7 * 86400.0
 _LAST_PLAY_WEIGHT = 0.5
 """Weight of the last play against earlier ones."""
 _RATE_SHARE, _MIN_WEIGHT = 0.8, 0.5
-"""Share of the recorded rate to count on, and least `Prior.weight` (freshness) of a usable record."""
+"""Fraction of the recorded rate to count on, and minimum `Prior.weight` (freshness) of a usable record."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """One peer."""
+    """Measured speed of one peer."""
 
     rate: float
-    """Geometric mean over plays, the last one counting half, bytes per second."""
+    """Geometric mean over plays in bytes per second; the last play counts half."""
     ttfb_s: float
-    """Mean of the least time to first byte, equally weighted, seconds."""
+    """Mean over plays of the minimum time to first byte, in seconds; the last play counts half."""
     at: float
-    """End of the last play, seconds since 1970."""
+    """End of the last play, in seconds since 1970."""
 
     def sound(self) -> bool:
-        """Return whether the values are plausible."""
+        """Return True if the values are plausible."""
         numbers = (self.rate, self.ttfb_s, self.at)
         return (
             all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
@@ -226,9 +225,9 @@ class PeerRecord:
         return PeerRecord(rate, ttfb_s, last.at)
 
     def prior(self, now: float) -> Prior | None:
-        """Return the prior for a play that begins now, or None if too old."""
+        """Return the prior for a play that begins at ``now``, or None if the record is too old."""
         age_s = now - self.at
-        if not -60 <= age_s <= _MAX_AGE_S:  # clocks may differ a little
+        if not -60 <= age_s <= _MAX_AGE_S:  # the clock may have been set back a little
             return None
         return Prior(self.rate, self.ttfb_s, 0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
@@ -238,7 +237,7 @@ UNKNOWN = Prior(0.0, 0.0)
 
 
 class PeerHistory(MachineFile[PeerRecord]):
-    """The file of peers' speeds, and later measurements; a warm start for plays. Thread-safe."""
+    """The file of peers' speeds, from which plays start. Thread-safe."""
 
     owner, most = "host", MAX_PEERS
 
@@ -253,12 +252,12 @@ class PeerHistory(MachineFile[PeerRecord]):
         return None if known is None else known.prior(time.time() if now is None else now)
 
     def link(self, names: Iterable[str], announced: Prior) -> Prior:
-        """Return a cautious estimate of the fastest link to a peer by any name, or of the announced rate; 0.0: none."""
+        """Return a cautious estimate from the best of a peer's records, or the announced rate; else `UNKNOWN`."""
         known = self.before(names, announced) or UNKNOWN
         return UNKNOWN if known.weight < _MIN_WEIGHT else Prior(_RATE_SHARE * known.rate, known.ttfb_s)
 
     def before(self, names: Iterable[str], announced: Prior) -> Prior | None:
-        """Return a play's prior: of earlier plays, or if none is recent, the announced rate."""
+        """Return a play's prior: from earlier plays, or if none is recent, the announced rate."""
         known = [prior for name in names if (prior := self.of(name)) is not None]
         best = max(known, key=lambda prior: (prior.weight >= _MIN_WEIGHT, prior.rate), default=None)
         if (best is None or best.weight < _MIN_WEIGHT) and announced.rate:
@@ -266,7 +265,7 @@ class PeerHistory(MachineFile[PeerRecord]):
         return best
 
     def record(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
-        """Record the end of a play in memory, unless implausible."""
+        """Record a play's measurements in memory, unless implausible."""
         at = time.time() if now is None else now
         record = PeerRecord(rate, ttfb_s, at)
         if not record.sound() or not 0 < len(peer) <= _MAX_NAME:
@@ -281,14 +280,13 @@ class PeerHistory(MachineFile[PeerRecord]):
         return this_host()
 
     def warn(self, what: str) -> None:
-        """Warn once."""
         if not self._warned:
             self._warned = True
             warnings.warn(f"the speed of peers: {what}", RuntimeWarning, stacklevel=2)
 
 
 history_at = once(PeerHistory)
-"""Returns this process's `PeerHistory` for a file."""
+"""Returns the process's `PeerHistory` for a file; `speeds_at` and `costs_at` work alike."""
 
 
 def _record(plain: Any) -> PeerRecord:
@@ -304,32 +302,31 @@ _GPU_GUESS = 32.0
 
 
 def speeds_key(catalog: Catalog, device: torch.device | None = None) -> str:
-    """Return the key of a catalog's decode times on this machine: digests of spec and profile, and code path or GPU."""
+    """Return the key of a catalog's decode times: digests of spec and profile, with the decoder's code path or GPU."""
     return f"{catalog.spec.digest().hex()}:{catalog.profile or ''}:{_decoder(device)}"
 
 
 @cache
 def _decoder(device: torch.device | None) -> str:
-    with suppress(KvabrError):  # KVABR_CODER is wrong; decoding AC reports it
+    with suppress(KvabrError):  # KVABR_CODER is wrong; the AC decoder reports it
         return f"gpu {torch.cuda.get_device_name(device)}" if is_gpu(device) else active_path()
     return "none"
 
 
 class DecodeSpeeds:
-    """The file of measured speeds, and rates that plays correct. Thread-safe.
+    """The file of measured decode speeds, and rates that plays correct. Thread-safe.
 
-    Speeds are measured once per model and device, in the background. Until then plays start with the catalog's times.
+    Speeds are measured once per model and device, in the background. Until then, plays use the times in the catalog.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if there is one; never raises."""
         self._file = MachineFile(path, "decode_rates", _tracks)
         self._lock = threading.Lock()
         self._tried: set[str] = set()
         self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)
 
     def rates(self, catalog: Catalog, device: torch.device | None = None) -> DecodeRates:
-        """Return decode rates; plays of one model share and correct them."""
+        """Return decode rates, shared and corrected by all plays of a model."""
         key = speeds_key(catalog, device)
         times = tuple((track.name, track.decode_s) for track in catalog.tracks)
         known = self._file.get(key)
@@ -345,7 +342,7 @@ class DecodeSpeeds:
         return found
 
     def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
-        """Return whether `measure` is useful: there is no entry, but a file or a GPU."""
+        """Return True if `measure` is useful: there is no entry, and the device is a GPU or there is a file."""
         key = speeds_key(catalog, device)
         wanted = self._file.path is not None or is_gpu(device)  # a catalog has no GPU times
         return wanted and key not in self._tried and self._file.get(key) is None
@@ -363,7 +360,6 @@ class DecodeSpeeds:
 
 
 speeds_at = once(DecodeSpeeds)
-"""Returns this process's `DecodeSpeeds` for a file."""
 
 
 def _tracks(found: Any) -> dict[str, float] | None:
@@ -378,16 +374,15 @@ class EngineCosts:
     """The file of engines' prefill timings. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Read the file if there is one; never raises."""
         self._file: MachineFile[list[Timing]] = MachineFile(path, "prefill_costs", read_rows)
 
     def of(self, engine: Engine) -> PrefillTimings:
-        """Return the engine's prefill timings, of this process or earlier ones."""
+        """Return the engine's prefill timings, from this process or else from the file."""
         timings = timings_of(engine)
         return self.restored(timings, engine_key(engine)) if timings.empty else timings
 
     def restored(self, timings: PrefillTimings, key: str) -> PrefillTimings:
-        """Return timings; if empty, restored from the file."""
+        """Return ``timings``, filled from the file if empty."""
         if timings.empty and (rows := self._file.get(key)):
             timings.restore(rows)
         return timings
@@ -405,18 +400,17 @@ class EngineCosts:
 
 
 costs_at = once(EngineCosts)
-"""Returns this process's `EngineCosts` for a file."""
 
 
 def engine_key(engine: Engine) -> str:
-    """Return an engine's key: model, device and kind."""
+    """Return an engine's key in the file: model, device and kind."""
     kind, device = type(engine), getattr(engine, "device", None)
     own = f"{getattr(engine, 'dtype', '')} {getattr(engine, 'weights', '')}"
     return cost_key(engine.spec.digest().hex(), f"{kind.__module__}.{kind.__qualname__} {own}", device)
 
 
 def cost_key(model: str, engine: str, device: torch.device | None) -> str:
-    """Return the key of a model on an engine and a device; None: the processor."""
+    """Return the key for a model on an engine and a device (None: the processor)."""
     where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
     if device is not None and device.type == "cuda":
         with suppress(RuntimeError):  # the device is gone
@@ -425,22 +419,26 @@ def cost_key(model: str, engine: str, device: torch.device | None) -> str:
 
 
 PROFILES = "profiles"
-_MAX_KEPT = 8
-_profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
-_shipped = lru_cache(_MAX_KEPT)(shipped_bytes)
+_MAX_CACHED = 8
+_profiles: LRUCache[str, Profile] = LRUCache(_MAX_CACHED)
+_shipped = lru_cache(_MAX_CACHED)(shipped_bytes)
 _LOCK, _READING = threading.Lock(), threading.Lock()
-"""For the profiles in memory; and for reading one, which plays share. Neither is held across network waits."""
+"""The first guards the profiles in memory; the second, reading a profile's file, which plays share. Neither is held
+during network waits."""
 
 
 class ProfileCache:
-    """A client's codec profiles, from memory, a folder, kvabr, or the origin; the process shares those in memory."""
+    """A client's codec profiles, from memory, a folder, kvabr's package data, or the origin.
+
+    All clients of a process share the profiles in memory.
+    """
 
     def __init__(self, folder: Path | None = None, on_failure: Callable[[str], object] = lambda _why: None) -> None:
         """``folder`` keeps profiles between processes; ``on_failure`` receives write errors, in any thread."""
         self._folder, self._on_failure = folder, on_failure
 
     def has(self, catalog: Catalog) -> bool:
-        """Return whether `fetch` needs no network."""
+        """Return True if `fetch` needs no network."""
         if catalog.profile is None:
             return True
         wanted = _name(catalog).prompt
@@ -495,7 +493,7 @@ class ProfileCache:
 
 
 def keep(profile: Profile) -> None:
-    """Keep a local profile in memory."""
+    """Add a local profile to those in memory."""
     with _LOCK:
         _profiles[profile.digest] = profile
 
@@ -506,7 +504,7 @@ def _known(sha256: str) -> Profile | None:
 
 
 def _name(catalog: Catalog) -> TrackNamespace:
-    """Return the profile's namespace, checking its digest before it names a file."""
+    """Return the profile's namespace; raise `FormatError` unless its digest is safe as a file name."""
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:
         raise FormatError(f"catalog: a profile must have 1 to {MAX_PROFILE_BYTES} bytes, got {catalog.profile_bytes}")
     return TrackNamespace(catalog.spec.model, catalog.profile)

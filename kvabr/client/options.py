@@ -27,28 +27,30 @@ class PlayOptions(PlayChoices):
     recompute: bool = True
     """Let the engine, if there is one, compute what would be late, or everything if nothing is cached."""
     prefill_cost: PrefillCost | None = None
-    """Cost of the engine's prefill; None: as its computations took, here and in earlier processes. Until there was one,
-    what the cache's publisher measured, or a guess by the device; see also `AsyncClient.measure_prefill`."""
+    """Cost of the engine's prefill. None: fitted to the engine's timings, of this and earlier processes; without any,
+    the cost that the publisher measured, or a guess for the device. See also `AsyncClient.measure_prefill`."""
     mode: EngineMode | None = None
-    """What the engine can recompute; None: what it says itself."""
+    """Which groups the engine can compute; None: the engine's own mode."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
-    """Where to put the cache: [layer, K/V, head, token, dim], any float dtype, room for all tokens. None: a new
+    """Tensor to write the cache to: [layer, K/V, head, token, dim], any float dtype, at least all tokens. None: a new
     tensor."""
     dtype: torch.dtype | None = None
     """Element type of the new tensor; None: that of the cache."""
     device: torch.device | None = None
-    """Where a prefix is going to be expanded, for its cost; None: on the processor. Other plays have ``out``."""
+    """Device on which a prefix will be expanded, to estimate decode times; None: the processor. Other plays use
+    ``out``."""
     decode_share: SharedDecodeRate | None = None
-    """How fast another process expands a prefix, one batch after the other, during its other plays; None: as this one
-    does, on ``device``."""
+    """Decode rates of another process that expands prefixes one batch at a time; None: this process expands them, on
+    ``device``."""
     log: Log | None = None
-    """Takes every event of the play, see `kvabr.types.events`."""
+    """Receives every event of the play, see `kvabr.types.events`."""
     telemetry: Telemetry | None = None
     """Reports the play to listeners, see `kvabr.telemetry`."""
     watch: Watch | None = None
-    """Called with a `Snapshot` some fifty times per deadline and at least once a second, on the event loop's thread."""
+    """Called with a `Snapshot` about fifty times per deadline and at least once a second, on the event loop's
+    thread."""
 
     def __post_init__(self) -> None:
         PlayChoices.__post_init__(self)
@@ -66,16 +68,16 @@ class Limits:
     """Resource limits of a client."""
 
     memory_bytes: int = 1 << 30
-    """Encoded groups kept in memory, bytes; 0: none."""
+    """Maximum bytes of encoded groups in memory; 0: none."""
     disk: str | os.PathLike[str] | None = None
-    """Folder for encoded groups, which belongs to one client at a time; or the URL of an object store, which many may
-    share (`kvabr.store.group_cache`). None: memory only."""
+    """Folder for encoded groups, which belongs to one client at a time; or the URL of an object store, which clients
+    may share (`kvabr.store.group_cache`). None: memory only."""
     disk_bytes: int = 16 << 30
-    """Encoded groups kept in that folder, bytes. An object store is not cleared up by those who use it so."""
+    """Maximum bytes of encoded groups in that folder. In an object store, clients never delete."""
     plays: int = 32
-    """Plays under way at once, and as many hints."""
+    """Maximum plays under way, and maximum hints under way."""
     waiting: int = 128
-    """Plays that may wait for their turn, each for a quarter of its deadline."""
+    """Maximum waiting plays; each waits for at most a quarter of its deadline."""
 
     def __post_init__(self) -> None:
         for name, least in (("memory_bytes", 0), ("disk_bytes", 0), ("waiting", 0), ("plays", 1)):
@@ -84,6 +86,6 @@ class Limits:
 
 
 def warn_not_stored(metrics: ClientMetrics, what: str, why: str) -> None:
-    """Warn, and count, that received groups or a profile cannot be saved to disk."""
+    """Warn, and count, that received groups or a profile cannot be stored on disk."""
     metrics.failed_writes_total.labels(what).inc()
     warnings.warn(f"{what} not stored on disk: {why}", RuntimeWarning, stacklevel=2)

@@ -25,13 +25,13 @@ __all__ = ["asset_of", "check_url", "dialling", "is_object_store", "parse_namesp
 
 
 def is_object_store(url: str) -> bool:
-    """Return whether a URL is of an object store, or an HTTP cache of one."""
+    """Return True if the URL is of an object store, or of an HTTP cache of one."""
     scheme, separator, _ = url.partition("://")
     return bool(separator) and scheme in SCHEMES
 
 
 def check_url(url: str) -> None:
-    """Raise `UsageError` unless a URL can be played from."""
+    """Raise `UsageError` unless plays can use the URL."""
     if is_object_store(url):
         _store_url(url)
     else:
@@ -39,13 +39,14 @@ def check_url(url: str) -> None:
 
 
 def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -> Peer:
-    """Return the peer of a URL, dialled by its context manager or its first request; see `PeerOptions`.
+    """Return the peer of a URL; its context manager or its first request dials.
 
-    ``needed`` is as for `kvabr.link.moqt.connect.connect`. Stores take no tokens and certificates.
+    ``how`` are the options of the connection; stores take no tokens and certificates. ``needed`` is as for
+    `kvabr.link.moqt.connect.connect`.
 
     Raises:
         UsageError: the URL or an option is wrong, or the package for object stores is missing.
-        TransportError: from ``async with``: it cannot be played from.
+        TransportError: from ``async with``: the peer cannot be reached.
     """
     how = how or PeerOptions()
     if not is_object_store(url):
@@ -61,7 +62,7 @@ def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -
 class StoreDialler:
     """Opens a store; a `kvabr.transfer.peer.Dialler`."""
 
-    most_lanes = 1
+    max_connections = 1
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """Raise `UsageError` if the package for object stores is missing."""
@@ -71,7 +72,6 @@ class StoreDialler:
         self.names: tuple[str, ...] = (self._store.url,)
 
     async def dial(self) -> StoreConnection:
-        """See `Dialler.dial`."""
         connection = StoreConnection(self._store)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -91,5 +91,5 @@ def _store_url(url: str) -> str:
     where, prompt = split_asset(plain)
     if prompt is not None:
         raise UsageError(f"{where}: the URL must name a store; to play one asset, give {where}#kvcache:MODEL/{prompt}")
-    open_objects(plain)  # raises
+    open_objects(plain)  # raises if the package is missing
     return plain

@@ -1,6 +1,6 @@
 """Find the passages of a prompt by name, all at once, and join them into one catalog.
 
-The engine computes missing and unusable passages, and the text between them.
+The engine computes missing and unusable passages, and the text between passages.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ async def find_passages(
 ) -> dict[Passage, Found]:
     """Return the usable passages at an origin, requested in one round trip.
 
-    ``refused`` receives the reason for each unusable one. Raises `TransportError` or `FormatError` if none was found,
-    and one failed with it.
+    ``refused`` receives the reason for each unusable one. If no passage was found, raises the `TransportError` or
+    `FormatError` of a failed lookup, if any.
     """
     wanted = list(dict.fromkeys(passages))
     lookups = (_find(origin, each, spec, salt) for each in wanted)
@@ -74,9 +74,9 @@ class PassagePrompt:
     spec: KVSpec
     options: PlayOptions
     question: tuple[int, ...]
-    """Ids that select, by attention, the tokens to recompute."""
+    """Ids of the question; attention to it selects the tokens to recompute."""
     share: float | None
-    """Share of the passages' tokens to recompute; None: as pays off."""
+    """Fraction of the passages' tokens to recompute; None: the fraction that pays off."""
 
     @classmethod
     def of(
@@ -129,7 +129,7 @@ class PassagePrompt:
         return BlendGoal(self.share, len(self.question), self.options.joined_loss_limit)
 
     def recompute(self, catalog: Catalog, engine: Engine | None) -> TokenRecompute | None:
-        """Return the play's token recomputation, or None."""
+        """Return the play's token recomputation, or None without a question or a `BlendEngine`."""
         if not self.question or not isinstance(engine, BlendEngine):
             return None
         return TokenRecompute(engine, catalog, self.tokens, self.question, load_selector(self.options.selector))

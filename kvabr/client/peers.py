@@ -1,4 +1,4 @@
-"""The peers of a client, with one connection each, estimates of their links, and lookups at them."""
+"""The peers of a client: one connection each, estimates of their links, and lookups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MODELS_S = 1.0
 """Seconds to reuse a peer's list of models."""
 _MAX_SHAPES = 4
 OTHER_SIZES_FACTOR, MIN_OTHER_SIZES_S = 4.0, 0.25
-"""Time for lookups in other group sizes: a multiple of the first lookup's, with a floor."""
+"""Time limit for lookups in other group sizes: this multiple of the first lookup's time, but at least these seconds."""
 _AGAIN_S = 0.05
 _Answer = Found | Unplayable | None
 Answered = tuple[_Answer, KVSpec | None]
@@ -43,22 +43,22 @@ class Query:
     model: KVSpec | str | None
     """A spec, a name (looked up in up to four group sizes and shapes), or None for the peer's only model."""
     any_group_tokens: bool = False
-    """Try other group sizes too."""
+    """True: also try other group sizes."""
     salt: bytes = b""
     any_dtype: bool = False
     live: bool = False
-    """Include assets still being prefilled."""
+    """True: include assets still being prefilled."""
     wait_s: float = 0.0
-    """Seconds to repeat a ``live`` lookup without an asset."""
+    """Seconds to repeat a ``live`` lookup until it finds an asset."""
 
 
 class ClientPeer(Downloads):
-    """An origin or a relay, created by `AsyncClient.peer`; the client's plays share its downloads and its link."""
+    """An origin or a relay, created by `AsyncClient.peer`. The client's plays share its downloads and its link."""
 
     def __init__(
         self, name: str, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool = False
     ) -> None:
-        """``own``: close the peer with this, and count it while connected."""
+        """``own``: close ``peer`` with this object, and count it in the metrics while connected."""
         super().__init__(peer, store, metrics)
         self.name = name
         self.link = link_of(peer.names[0] if peer.names else peer)
@@ -77,13 +77,14 @@ class ClientPeer(Downloads):
 
     @contextmanager
     def estimating(self, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
-        """Yield a play's estimator, primed from the history; record its measurements at the end."""
+        """Yield a play's estimator, primed from the history; at the end, record its measurements there."""
         names = self.peer.names
         with self.link.joined(estimator, history.before(names, self._announced())) as share:
             try:
                 yield share
             finally:
-                # A play without bytes must not refresh old records; a play redialled over another transport is not
+                # A play without bytes must not refresh old records. A play that redialled over another transport is not
+                # recorded.
                 # recorded.
                 if share.sampled and len(self.peer.names) == 1 and self.peer.names[0] in names:
                     history.record(self.peer.names[0], share.link_rate(), share.ttfb())
@@ -94,7 +95,7 @@ class ClientPeer(Downloads):
         super().arrived(download, count)
 
     async def close(self) -> None:
-        """End all downloads, failing their readers. Idempotent."""
+        """End all downloads; their readers fail. Idempotent."""
         if self._own and self.peer.reached and not self._closed:
             self.metrics.peers.dec()
         await super().close()
@@ -117,7 +118,7 @@ class ClientPeer(Downloads):
         end_s = clock() + (query.wait_s if query.live else 0.0)
         await self.peer.connected()
         answer = await self._find(connection, query)
-        with suppress(TimeoutError):  # the last answer stands
+        with suppress(TimeoutError):  # keep the previous answer
             async with asyncio.timeout_at(end_s):
                 while not isinstance(answer[0], Found) and clock() + _AGAIN_S <= end_s:
                     await asyncio.sleep(_AGAIN_S)
@@ -162,7 +163,7 @@ class ClientPeer(Downloads):
         return None
 
     async def _specs(self, connection: Connection) -> Sequence[KVSpec]:
-        """Return the peer's models, as they were a moment ago."""
+        """Return the peer's models, from a list at most `_MODELS_S` old."""
         now_s = asyncio.get_running_loop().time()
         if now_s > self._models_s + _MODELS_S:
             self._models = ()
@@ -208,12 +209,12 @@ async def _longest(connection: Connection, query: Query, specs: Sequence[KVSpec]
 
 
 def tokens_of(answer: Found | Unplayable | None) -> int:
-    """Return the tokens of a found prefix, or 0."""
+    """Return the number of tokens of a found prefix, or 0."""
     return answer.catalog.tokens if isinstance(answer, Found) else 0
 
 
 def combined(links: Iterable[Prior]) -> Prior:
-    """Return the estimate of several links together."""
+    """Return the estimate of several links together: the sum of the rates, the lowest time to first byte."""
     known = [link for link in links if link.rate > 0]
     return Prior(sum(link.rate for link in known), min((link.ttfb_s for link in known), default=0.0))
 
@@ -221,34 +222,34 @@ def combined(links: Iterable[Prior]) -> Prior:
 V = TypeVar("V")
 
 _MAX_QUIET_S = 0.5
-"""Seconds without bytes or waiting until a play is inactive."""
+"""Seconds without bytes after which a play counts as inactive, unless it waits for others."""
 _STEP_S = 1e-3
-"""Bytes within this time are counted together."""
+"""Bytes that arrive within this many seconds are counted together."""
 _MAX_STEPS = 1 << 15
 _MAX_FRESH_PLAYS, _REUSE_S = 32, 0.05
-"""With more plays, values of all plays are reused for this many seconds: reading every play at each tick would take all
-the time."""
+"""With more plays than this, a result over all plays is reused for this many seconds: computing it at each tick would
+be too slow."""
 
 
 class SharedLink:
-    """Measurements of the path to one peer by the plays of this process.
+    """Measurements of the path to one peer, shared by the plays of this process.
 
-    A play that sees only its own bytes mistakes other plays' transfers for a slow link. So the plays estimate the link
-    from the bytes of all, counted on arrival, and expect its rate divided by the active plays.
+    If a play counted only its own bytes, it would mistake other plays' transfers for a slow link. So the link's rate is
+    estimated from the bytes of all plays, as they arrive, and each active play expects an equal share of it.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """``clock`` returns seconds; None: the event loop's."""
+        """``clock`` returns seconds; None: use the event loop's clock."""
         self.clock = clock or _now
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
         self._steps = deque([(-math.inf, 0)], _MAX_STEPS)
-        self._kept: dict[object, tuple[float, Any]] = {}
-        """Cached results over all plays by function, with their times."""
+        self._cached: dict[object, tuple[float, Any]] = {}
+        """Cached results over all plays, with their times, by the function that computed them."""
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
-        """Yield a play's estimator of its share, from a fresh one of the whole link and a prior."""
+        """Yield a play's estimator of its share, from a fresh ``estimator`` of the whole link and its prior."""
         share = _named(estimator)(self, estimator)
         if known is not None:
             share.prime(known)
@@ -285,14 +286,14 @@ class SharedLink:
         return _known(self._all())[0]
 
     def of_others(self, share: LinkShare, find: Callable[[list[LinkShare]], V]) -> V:
-        """Return ``find`` of the other plays; if there are many plays, of all, and reuse it for a moment."""
+        """Return ``find`` applied to the other plays; if there are many, applied to all plays and cached briefly."""
         if len(self._members) <= _MAX_FRESH_PLAYS:
             return find([one for one in self._all() if one is not share])
         now = self.clock()
-        kept = self._kept.get(find)
-        if kept is None or not 0 <= now - kept[0] < _REUSE_S:
-            kept = self._kept[find] = now, find(self._all())
-        found: V = kept[1]
+        cached = self._cached.get(find)
+        if cached is None or not 0 <= now - cached[0] < _REUSE_S:
+            cached = self._cached[find] = now, find(self._all())
+        found: V = cached[1]
         return found
 
     def _all(self) -> list[LinkShare]:
@@ -301,7 +302,7 @@ class SharedLink:
 
 
 class LinkShare(Estimator):
-    """Estimates a play's share of a link."""
+    """Estimates the rate that one play gets of a shared link."""
 
     name = "share"
 
@@ -335,15 +336,15 @@ class LinkShare(Estimator):
             self._inner.sample(float(self._link.bytes_within(seconds)), seconds, now)
 
     def active(self) -> bool:
-        """Return whether the play recently received bytes, or waited for others."""
+        """Return True if the play recently received bytes, or waited for other plays."""
         return self._link.clock() - self._active_at <= _MAX_QUIET_S
 
     def link_rate(self, *, lower: bool = False) -> float:
-        """Return the link's rate or lower bound, bytes per second; 0 if the estimator fails."""
+        """Return the rate of the whole link, or its lower bound, in bytes per second; 0 if the estimator fails."""
         return _positive(self._inner.lower_bound if lower else self._inner.rate)
 
     def link_ttfb(self) -> float:
-        """Return the least time to first byte, seconds; as `link_rate`."""
+        """Return the minimum time to first byte in seconds; 0 if the estimator fails."""
         return _positive(self._inner.ttfb)
 
     def rate(self) -> float:
@@ -361,7 +362,7 @@ class LinkShare(Estimator):
         self._inner.first_byte(seconds)
 
     def ttfb(self) -> float:
-        """Return the least time to first byte of this play and the others, seconds."""
+        """Return the minimum time to first byte of this play and the others, in seconds."""
         own, other = self._inner.ttfb(), self._link.of_others(self, _least_ttfb)
         return min(own, other) if own > 0 and other > 0 else own or other
 
@@ -403,6 +404,6 @@ _LOCK = threading.Lock()
 
 
 def link_of(peer: str | Connection) -> SharedLink:
-    """Return the link to a peer; it exists while in use."""
+    """Return the link to a peer, the same object while any play uses it."""
     with _LOCK:
         return _LINKS.setdefault(peer, SharedLink())

@@ -2,7 +2,7 @@
 
 A play of a whole cache may continue with upgrades. Without an engine it ends at the deadline: complete, or with an
 `IncompleteError`. A prefix play is for an engine that computes the rest itself (vLLM, SGLang): it returns the groups
-before the first miss.
+before the first missing one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from kvabr.types.errors import PlayError, UsageError
 from kvabr.types.events import Log, PlayEvent
 
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
-"""Least share of the deadline for a play after a slow lookup."""
+"""Minimum fraction of the deadline for a play after a slow lookup: of a whole cache, and of a prefix."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
-"""Smaller tensors do not fill huge pages."""
+"""Tensors of fewer bytes are not placed in huge pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class EndedPlay:
 
     @property
     def assembler(self) -> Assembler:
-        """Holds the cache."""
+        """The assembler, which holds the cache."""
         return self.driver.assembler
 
 
@@ -76,7 +76,7 @@ async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt |
 async def play_prefix(call: PlayCall, prepared: Prepared, uncached: int) -> EndedPlay:
     """Play a prefix until time is up, and leave it compressed.
 
-    Wait for groups that should arrive before the engine could compute them. The deadline includes computing the
+    Waits for groups that should arrive before the engine could compute them. The deadline includes computing the
     prompt's ``uncached`` tokens.
     """
     uncached += prepared.engine_tokens + call.options.question_tokens
@@ -107,13 +107,13 @@ async def _run(
     warmed = _ready_device(call, prepared.profile)
     catalog = ladder.catalog
     try:
-        room = None if coded else _room(call, catalog)
-        assembler = Assembler(catalog, prepared.profile, out=room, dtype=options.dtype, coded=coded)
+        output = None if coded else _output(call, catalog)
+        assembler = Assembler(catalog, prepared.profile, out=output, dtype=options.dtype, coded=coded)
     except RuntimeError as error:
         raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
     rates = options.decode_share or SharedDecodeRate(call.memory.speeds.rates(catalog, call.device), call.plays)
     cost_s = rest_s
-    if coded:  # it is expanded after its arrival
+    if coded:  # expanded after its arrival
         cheapest = ladder.cheapest
         cost_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / call.decoders
     wanted_s, end_s = _times(call, cost_s, prefix=isinstance(goal, PrefixGoal))
@@ -146,7 +146,7 @@ async def _run(
                 LIVE,
                 gpu_price=options.gpu_price,
                 time_price=options.time_price,
-                # A joined prompt's goal has its own limit.
+                # The goal of a joined prompt has its own limit.
                 max_loss=math.inf if isinstance(goal, BlendGoal) or options.max_loss is None else options.max_loss,
                 decoders=call.decoders,
                 together=assembler.together,
@@ -177,9 +177,10 @@ async def _run(
 
 
 def _times(call: PlayCall, cost_s: float, *, prefix: bool) -> tuple[float, float]:
-    """Return the seconds until the groups are due, and until the play ends without them.
+    """Return the seconds until the groups are due, and until the play ends even if some are missing.
 
-    ``cost_s`` is later work; it gets at most half of the deadline, since more would cost too much quality.
+    ``cost_s``: seconds of work after the play. It gets at most half of the deadline, since more would cost too much
+    quality.
     """
     deadline_s, least, end_s = call.clock.deadline_s, _MIN_PREFIX_SHARE, call.clock.left()
     if not prefix:
@@ -192,16 +193,16 @@ def _remember(call: PlayCall, prepared: Prepared, *, warmed: bool) -> None:
     memory, catalog, profile = call.memory, prepared.catalog, prepared.profile
     call.save_costs()
     if memory.history.path is not None:
-        # Not in decoder threads: they must not wait for a disk.
+        # Outside the decoder threads, which must not wait for a disk.
         asyncio.get_running_loop().run_in_executor(None, memory.history.save)
     if not warmed and (profile is not None or catalog.profile is None) and memory.speeds.lacks(catalog, call.device):
         asyncio.get_running_loop().run_in_executor(None, memory.speeds.measure, catalog, profile, call.device)
 
 
 def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
-    """Receive groups in pinned memory for a GPU, and try and measure its kernels.
+    """Receive groups in pinned memory for a GPU, and compile, check and measure its kernels.
 
-    Return whether a thread does the latter; until then the processor decodes.
+    Return True if a thread does the latter; until it ends, the processor decodes.
     """
     if call.device is None:
         return False
@@ -213,7 +214,7 @@ def _ready_device(call: PlayCall, profile: Profile | None) -> bool:
     return trying is not None
 
 
-def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
+def _output(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
     out = call.options.out
     if out is None and not catalog.every_token:
         return None
@@ -223,10 +224,10 @@ def _room(call: PlayCall, catalog: Catalog) -> torch.Tensor | None:
 
 
 def upgrade(call: PlayCall, played: EndedPlay, after_s: float) -> Upgrades:
-    """Start upgrades of a returned cache, for ``after_s`` seconds at most."""
+    """Start upgrades of a returned cache; they end after ``after_s`` seconds at most."""
     options, connection, session = call.options, call.connection, played.driver.session
     view, assembler, ladder = session.view, played.assembler, played.prepared.ladder
-    # A running engine has moved on from a state: upgrades of it are useless.
+    # A running engine has changed its recurrent state: upgrades of the old state would be useless.
     kinds = view.catalog.spec.classes
     final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
     tracks = zip(assembler.coverage, final, strict=True)
@@ -258,7 +259,7 @@ def _late(log: Log, begun_s: float, event: PlayEvent) -> None:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised contiguous tensor, in huge pages if available; raise `RuntimeError` without memory."""
+    """Return an uninitialised contiguous tensor, in huge pages if large; raise `RuntimeError` if out of memory."""
     count = math.prod(shape)
     if count * dtype.itemsize < _MIN_HUGE_BYTES:
         return torch.empty(shape, dtype=dtype)

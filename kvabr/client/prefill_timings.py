@@ -1,7 +1,7 @@
 """Timings of an engine's prefills, and a cost fitted to them. Does not load torch.
 
-Plays time every computation. The latest of each size count, so the cost follows lasting changes; outliers matter little
-(`PrefillCost.fit`). Without timings, use the publisher's cost, or a guess by the device.
+Plays time every computation. Only the latest timings of each size are kept, so the cost follows lasting changes;
+outliers matter little (`PrefillCost.fit`). Without timings, the cost is the publisher's, or a guess for the device.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ MOST = 96
 _MAX_PER_SIZE = 5
 _MAX_S, _MAX_TOKENS = 1e5, 1 << 24
 _MIN_TIMINGS, _MAX_FIRST_FACTOR = 4, 4.0
-"""With fewer timings than the first, slowness is capped at the second times the expectation: a first call also loads
-and compiles."""
+"""With fewer timings than the first number, each is capped at the second number times the expectation: a first call
+also loads and compiles."""
 _MAX_COST_FACTOR = 30.0
-"""Larger factors between a publisher's cost and the guess are implausible."""
+"""Reject a publisher's cost that differs from the guess by more than this factor."""
 _TYPICAL_TOKENS = 2048
 _CPU_WEIGHT_S, _GPU_WEIGHT_S = 1e-11, 6e-15
 """Seconds per token and weight: on a few cores, and at 330 TFLOPS."""
 _GPU_FLOOR_S = 0.02
 _MIN_WEIGHTS = 10_000
 _PER_ELEMENT = 2.0
-"""Cost of a token pair per element of a token's cache, relative to a token's cost per weight."""
+"""Cost of a token pair per element of a token's cache, in units of a token's cost per weight."""
 _REFERENCE_MODEL = (8e9, 65536.0, 2.35)
-"""Weights, cache elements per token, and the exponent of weights in elements."""
+"""Weights and cache elements per token of a typical model, and the power of elements with which weights grow."""
 
 
 def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> PrefillCost:
-    """Return the estimated prefill cost of an unmeasured engine for a cache.
+    """Return the estimated prefill cost of an engine without timings.
 
-    ``device``: a device type of torch; ``weights``: the model's number of weights (None: typical).
+    ``device``: a device type of torch; ``weights``: the model's number of weights (None: typical for the cache's size).
     """
     each = sum(part.elements_per_token for part in spec.parts if part.only.kind != "state")
     if weights is None:
@@ -56,7 +56,7 @@ def guess(spec: KVSpec, device: str = "cpu", weights: int | None = None) -> Pref
 
 
 def guess_of(engine: Engine) -> PrefillCost:
-    """Return `guess` for an engine with its ``device`` and ``weights``, if any."""
+    """Return `guess` for an engine, from its ``device`` and ``weights`` if it has them."""
     device = getattr(getattr(engine, "device", None), "type", "cpu")
     weights = getattr(engine, "weights", None)
     return guess(engine.spec, device, weights if isinstance(weights, int) else None)
@@ -74,11 +74,10 @@ class PrefillTimings:
 
     @property
     def empty(self) -> bool:
-        """True if there is no timing."""
         return not self._by_size
 
     def note(self, before: int, tokens: int, seconds: float) -> None:
-        """Record a computation's time unless implausible."""
+        """Record the seconds of a computation, unless implausible."""
         if not sound((before, tokens, seconds)):
             return
         with self._lock:
@@ -86,7 +85,7 @@ class PrefillTimings:
             self.news = True
 
     def timed(self, timings: Iterable[Timing]) -> PrefillCost:
-        """Record timings of an idle engine in place of the guess, and return the cost fitted to them."""
+        """Record timings of an idle engine, replace the guess by them, and return the fitted cost."""
         rows = list(timings)
         with self._lock:
             self._prior = PrefillCost.fit(rows)
@@ -96,20 +95,20 @@ class PrefillTimings:
         return self.cost()
 
     def restore(self, rows: Iterable[Timing]) -> None:
-        """Add an earlier process's timings unless there are newer ones."""
+        """Add the timings of an earlier process, unless there are newer ones."""
         with self._lock:
             if not self._by_size:
                 for row in rows:
                     self._add(row)
 
     def rows(self) -> list[Timing]:
-        """Return the timings, for `restore`."""
+        """Return all timings, for `restore`."""
         with self._lock:
             self.news = False
             return [row for rows in self._by_size.values() for row in rows]
 
     def cost(self, published: PrefillCost | None = None) -> PrefillCost:
-        """Return the prefill cost; without timings, a publisher's plausible cost ``published``."""
+        """Return the prefill cost; without timings, the cost ``published`` with the asset if plausible, or a guess."""
         with self._lock:
             if published is not None and self._prior is self._guess and self._credible(published):
                 self._prior, self._cost = published, None
@@ -135,10 +134,10 @@ class PrefillTimings:
 
 
 def sound(row: Any) -> bool:
-    """Return whether a timing is plausible."""
+    """Return True if a timing is plausible."""
     before, tokens, seconds = row
     counts = type(before) is int and type(tokens) is int and 0 <= before <= _MAX_TOKENS and 0 < tokens <= _MAX_TOKENS
-    return counts and type(seconds) is float and 0 < seconds <= _MAX_S  # NaN compares false
+    return counts and type(seconds) is float and 0 < seconds <= _MAX_S  # rejects NaN
 
 
 def read_rows(found: Any) -> list[Timing] | None:

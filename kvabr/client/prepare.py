@@ -1,6 +1,6 @@
-"""Check a call's arguments, and prepare a found asset for playing.
+"""Check the arguments of a call, and prepare a found asset for playing.
 
-Preparing fetches the codec profile, selects the decodable tracks, and chooses the part to fetch.
+Preparing fetches the codec profile, selects the tracks that can be decoded, and chooses the prefix to fetch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvabr.types.media import MediaTokens
 from kvabr.types.words import counted
 
 _PROFILE_SHARE = 0.3
-"""Share of the time left for fetching a profile; then tracks that need it are omitted."""
+"""Fraction of the time left that may be spent fetching a profile; without it, tracks that need it are omitted."""
 _LOOKUP_SHARE = 0.25
-"""Least share of the deadline for a lookup, even if the engine could then be late."""
+"""Minimum fraction of the time left for a lookup, even if the engine could then be late."""
 _MAX_PREFIXES = 16
-"""Most prefixes to consider if the engine cannot continue at every group."""
+"""Maximum number of prefixes to consider if the engine cannot continue at every group."""
 _MIN_LEFT_S = 1e-3
 
 
@@ -74,7 +74,7 @@ def engine_of(
 
 
 def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
-    """Return the model of a play for `ClientPeer.find`, and whether any group size is accepted."""
+    """Return the model to look up, and True if any group size is accepted."""
     if engine is None:
         return model, False
     if isinstance(model, KVSpec):
@@ -100,14 +100,14 @@ class Prepared:
     sha256: str
     limited_by: str | None
     engine_tokens: int = 0
-    """Tokens at its end that the engine computes, with the question or because that is faster."""
+    """Tokens at the end of the asset that the engine computes, with the question or because that is faster."""
     cut: str | None = None
     tail: int = 0
-    """Of these, tokens computed with the question, on the fetched cache."""
+    """Of these, the tokens computed with the question, on the fetched cache."""
     tail_s: float = 0.0
-    """Seconds that they add."""
+    """Seconds that the engine takes for the tail."""
     growing: GrowingCatalog | None = None
-    """For an asset still being prefilled."""
+    """Catalog of an asset still being prefilled; None if it is complete."""
 
     @property
     def catalog(self) -> Catalog:
@@ -120,8 +120,8 @@ async def prepare(
 ) -> Prepared:
     """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
 
-    The engine has the first ``skip`` groups. If it computes ``uncached`` tokens, less may be played than was found
-    (`shortened`, `kvabr.abr.tail`).
+    The engine has the first ``skip`` groups, and computes ``uncached`` tokens after the asset. If ``uncached`` is
+    given, the prefix may become shorter than the asset (`shortened`, `kvabr.abr.tail`).
 
     Raises:
         FormatError: none of the asset's tracks can be decoded here.
@@ -129,7 +129,7 @@ async def prepare(
         UsageError: everything is skipped.
     """
     catalog = found.to_play
-    with suppress(TransportError, TimeoutError):  # its requests report the error
+    with suppress(TransportError, TimeoutError):  # later requests report the error
         async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
             await call.connection.reach()
     if call.engine is not None and call.options.prefill_cost is None:
@@ -183,7 +183,7 @@ async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None,
 
 
 def pays(catalog: Catalog) -> bool:
-    """Return whether profile and cheapest track are smaller than the cheapest track without a profile."""
+    """Return True if profile and cheapest track are smaller than the cheapest track without a profile."""
     try:
         plain = playable(catalog, profile=False)
     except FormatError:
@@ -199,7 +199,7 @@ def _ladder(catalog: Catalog) -> Ladder:
 
 
 def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: Prior) -> bool:
-    """Return whether an engine finishes before a typical lookup."""
+    """Return True if an engine finishes before a typical lookup, and the objective prefers that."""
     if cost is None or not (policy_class(options.policy).divides and options.time_price > 0):
         return False
     return math.isfinite(options.gpu_price) and computed_before_a_lookup(cost, tokens, link.ttfb_s)
@@ -229,9 +229,10 @@ def tail_choices(
     """Return possible divisions of a prefix between network and engine, and the expected cost of a play with each.
 
     ``catalog`` is from `Found.to_play`. Without a ``cost`` there is no engine, and a tail only if the options set one.
-    ``rate`` in bytes per second, 0.0 if unknown; ``left_s`` to the deadline; ``following`` tokens always computed after
-    the prefix; ``skip`` leading groups that the engine has; ``block`` size in tokens; ``decoders`` work in parallel.
-    ``divides``: the engine may compute everything if that costs less.
+    ``rate`` is in bytes per second, 0.0 if unknown; ``left_s``: seconds to the deadline; ``following``: tokens after
+    the prefix, which the engine always computes; ``skip``: leading groups that the engine has; ``block``: block size in
+    tokens; ``decoders``: number of decoders in parallel. ``divides``: the engine may compute everything if that costs
+    less.
     """
     most = (0 if cost is None else MAX_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, limit=most, skip=skip, block=block)
@@ -253,14 +254,14 @@ def shortened(
 ) -> Catalog:
     """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
 
-    It is the whole prefix if the engine can continue at every group, or the link is unknown. Arguments as for
-    `tail_choices`; ``uncached``: tokens of the prompt without a cache.
+    Returns the whole prefix if the engine can continue at every group, or if the link is unknown. ``uncached``: tokens
+    after the whole prefix, which the engine computes; other arguments as for `tail_choices`.
     """
     kinds = {only.kind for only in catalog.spec.classes}
     if kinds <= {"full", "latent"} or link.rate <= 0:
         return catalog
     groups, size = len(catalog.chunks), catalog.spec.group_tokens
-    counts = {catalog.playable(skip + (groups - skip) * part // _MAX_PREFIXES)[0] for part in range(1, _MAX_PREFIXES)}
+    counts = {catalog.playable(skip + (groups - skip) * step // _MAX_PREFIXES)[0] for step in range(1, _MAX_PREFIXES)}
     best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + uncached)
     for count in sorted(counts, reverse=True):
         end = count * size // block * block

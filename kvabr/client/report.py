@@ -24,7 +24,7 @@ from kvabr.types.loss import played_loss, predicted_loss, promised_loss
 async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
     """Return a play's cache; errors as `AsyncClient.play`.
 
-    For missing groups that an engine cannot compute singly, it computes the whole prompt.
+    If groups are missing and the engine cannot compute single groups, it computes the whole prompt.
     """
     options, clock, record = call.options, call.clock, ended.record
     if record.gave_up is not None:
@@ -40,7 +40,7 @@ async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
         raise _incomplete(call, ended, message, record.gave_up)
     assembler, prepared, catalog = ended.assembler, ended.prepared, ended.prepared.catalog
     take = partial(assembler.take_classes, upgrades=options.after is not None)
-    # A GPU may wait for a batch, and for kernels that are being compiled.
+    # A GPU may wait for a batch, or for kernels to compile.
     parts = await asyncio.to_thread(take) if assembler.together else take()
     ttft_s = clock.now()
     record.met = ttft_s + ended.rest_s <= clock.deadline_s
@@ -113,7 +113,7 @@ def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
         cut = record.cut or record.gave_up or "the play ended"
         if record.missing and not catalog.every_token:
             cut += f"; missing: {listed(map(catalog.title, record.missing))}"
-        if record.gave_up is None:  # else it is in the reason
+        if record.gave_up is None:  # else the reason has it
             cut = "; ".join((cut, *ended.driver.session.retries.last_faults))
     return PlayedPrefix(
         spec=catalog.spec,

@@ -39,34 +39,34 @@ class Played:
     """The cache of the first `tokens` tokens: a tensor per layer class, [layer, K/V, head, token, dim], with the tokens
     of `spans`."""
     tokens: int
-    """Covered tokens, at least one group."""
+    """Tokens in the cache, at least one group."""
     coverage: tuple[str, ...]
     """Per group, its track, or ``recomputed``."""
     ttft_s: float
     """Seconds from the call to the finished cache."""
     lookup_s: float
-    """Seconds of these for catalog and profile."""
+    """Part of `ttft_s` spent on looking up and fetching catalog and profile, in seconds."""
     met: bool
-    """True if the engine had time for the rest of the prompt within the deadline."""
+    """True if the deadline left the engine enough time to compute the rest of the prompt."""
     loss: float
     """Expected loss against the exact cache, nats per generated token."""
     record: PlayRecord
-    """Times count from the end of the lookup."""
+    """History of the play; its times count from the end of the lookup."""
     spec: KVSpec
     catalog: Catalog | None = None
     """None if the engine computed everything."""
     catalog_sha256: str | None = None
-    """SHA-256 of the stored catalog, hex."""
+    """SHA-256 of the stored catalog, in hex; None if all was computed."""
     limited_by: str | None = None
     """Layer class that limited the playable prefix, see `kvabr.types.units.hit`."""
     fusion_loss: float | None = 0.0
-    """Part of `loss` from joining passages, less the savings of recomputed tokens. None: unknown, because the loss of a
-    passage was not measured; `loss` then omits it."""
+    """Part of `loss` that comes from joining passages, after recomputation of tokens. None: unknown, because the loss
+    of a passage was not measured; `loss` then leaves it out."""
     computed_again: tuple[int, ...] = ()
-    """Tokens of passages recomputed over the joined cache; increasing."""
+    """Positions of passage tokens that were recomputed over the joined cache, ascending."""
     tail: int = 0
-    """Cached tokens after `tokens` left to the engine, which computes them on this cache with the rest of the prompt;
-    `loss` is the loss after them. In an incomplete play they start with the missing tokens."""
+    """Cached tokens after `tokens` that are left to the engine, which computes them on this cache with the rest of the
+    prompt. `loss` includes their effect. In an incomplete play they start with the missing tokens."""
     upgrades: Upgrades | None = None
     """None unless requested by `PlayOptions.after`."""
 
@@ -109,7 +109,7 @@ class IncompleteError(PlayError):
     def __init__(
         self, message: str, reason: str, missing: tuple[int, ...], record: PlayRecord, prefix: Played | None
     ) -> None:
-        """``missing``: ascending groups; ``prefix``: cache of the groups before the first missing one, or None."""
+        """``missing``: missing groups, ascending; ``prefix``: cache of the groups before the first of them, or None."""
         super().__init__(message)
         self.reason, self.missing, self.record, self.prefix = reason, missing, record, prefix
 
@@ -119,62 +119,64 @@ class NothingCached:
     """The origin has no prefix of the prompt, and there is no engine."""
 
     spec: KVSpec | None
-    """None if unknown."""
+    """Spec of the prompt's model; None if unknown."""
     lookup_s: float
     """Seconds from the call to the origin's answer."""
     limited_by: str | None = None
-    """Layer class without a snapshot that made a shorter common prefix unplayable."""
+    """Layer class without a snapshot that made a shorter common prefix unplayable, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hinted:
-    """The part of an expected prompt in the client's store."""
+    """The part of an expected prompt that a hint has put into the client's store."""
 
     tokens: int
-    """Leading tokens that a play can take from there."""
+    """Leading tokens that a play can take from the store."""
     bytes: int
-    """Bytes of all their groups."""
+    """Bytes of the groups of these tokens."""
     loss: float
-    """Expected loss of these tokens, nats per generated token."""
+    """Expected loss of these tokens in nats per generated token."""
 
 
 @dataclass(frozen=True)
 class PlayedPrefix:
-    """The groups of a prefix play before its first miss, compressed."""
+    """The compressed groups that a prefix play received before the first missing one."""
 
     spec: KVSpec
     groups: tuple[CodedGroup, ...]
-    """The groups of `units`, verified and compressed, for `expand_here`."""
+    """Verified, compressed groups, one per entry of `units`, for `expand_here`."""
     dtype: torch.dtype | None
     """Element type of `parts`; None: the cache's."""
     spans: tuple[Span, ...]
-    """Per class, the tokens of its tensor. Full attention and latents: all tokens; a window or chunk: those still
-    visible after the prefix, and up to a group before them; a state: the rows of the snapshot at its end."""
+    """Per layer class, the tokens of its tensor in `parts`. Full attention and latents: all tokens; a window or chunk:
+    the tokens still visible after the prefix, and up to a group before them; a state: the rows of the snapshot at the
+    end."""
     first: int
     """Index of the first played token."""
     tokens: int
-    """Tokens in place; 0 without the first group."""
+    """Tokens received; 0 if the first group is missing."""
     requested: int
     """Requested tokens, counted from `first`."""
     units: tuple[Unit, ...]
-    """The returned groups of all classes, counted from the first played group."""
+    """The groups of all layer classes, counted from the first played group."""
     coverage: tuple[str, ...]
-    """Track of each of them."""
+    """Track of each entry of `groups`."""
     loss: float
-    """Expected loss if the engine computes the others, nats per generated token."""
+    """Expected loss if the engine computes the missing groups, in nats per generated token."""
     bytes_fetched: int
     bytes_wasted: int
-    """Bytes of these unused by `groups`."""
+    """Fetched bytes that are not in `groups`."""
     seconds: float
     """Seconds from the call to the end of the play."""
     cut: str | None
-    """Why the prefix is shorter than requested, with the last fault."""
+    """Why the prefix is shorter than requested, and the last error; None if it is not."""
     damaged: int = 0
-    """Unusable groups received, counted each time."""
+    """Number of damaged or undecodable groups received, with repetitions."""
     failed: int = 0
     """Failed requests: not found, refused, or lost with a connection."""
     tail: int = 0
-    """Cached tokens after these, left to the engine's call for the question; `loss` is that after them."""
+    """Cached tokens after these, left to the engine, which computes them with the question; `loss` includes their
+    effect."""
     live: LiveRecord | None = None
     """Facts about the producer, if the asset was still being prefilled."""
 
@@ -185,9 +187,9 @@ class PlayedPrefix:
 
     @cached_property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The cache from token `first` on, expanded once: a tensor per layer class, with the tokens of `spans`.
+        """The cache from token `first` on, decoded once: a tensor per layer class, with the tokens of `spans`.
 
-        Tensors are [layer, K/V, head, token, dim]. Raise `FormatError` if a group cannot be decoded.
+        Tensors are [layer, K/V, head, token, dim]. Raises `FormatError` if a group cannot be decoded.
         """
         outs, places = [], dict[int, Place]()
         for number, (part, span) in enumerate(zip(self.spec.parts, self.spans, strict=True)):
@@ -196,9 +198,9 @@ class PlayedPrefix:
             begin = span.first if state or not own else self.units[own[0]].first
             end = begin + span.tokens if state or not own else self.units[own[-1]].first + self.units[own[-1]].tokens
             out = torch.empty(part.shape(end - begin), dtype=self.dtype or part.torch_dtype)
-            room = CacheTensor(out)
+            target = CacheTensor(out)
             for index in own:
-                places[index] = room.place(self.units[index].first - begin, self.units[index].tokens)
+                places[index] = target.place(self.units[index].first - begin, self.units[index].tokens)
             outs.append(out[:, :, :, span.first - begin :][:, :, :, : span.tokens])
         for error in expand_here(self.groups, [places[index] for index in range(len(self.groups))]):
             if error is not None:
@@ -214,7 +216,7 @@ class PlayedPrefix:
 
 
 def expand_here(groups: Sequence[CodedGroup], places: Sequence[Place]) -> list[Exception | None]:
-    """Decode groups into their places; blocks. Not for decoder threads."""
+    """Decode groups to their places, and return each one's error or None. Blocks; not for decoder threads."""
     return expand(groups, places, _each)
 
 
@@ -227,7 +229,7 @@ def _each(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterable[
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as text; a long list is cut."""
+    """Return names as one text, cut after a few."""
     every = list(names)
     more = len(every) - _MAX_LISTED
     return ", ".join(every[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
@@ -236,10 +238,10 @@ def listed(names: Iterable[str]) -> str:
 def save(played: Played, path: str | os.PathLike[str]) -> None:
     """Write a cache as safetensors, atomically: the tensor ``kv``, [layer, K/V, head, token, dim].
 
-    With several layer classes, each has a tensor ``kv.CLASS``. The metadata has one JSON string, ``kvabr``: ``format``,
-    ``spec``, ``tokens`` (a number), ``tracks`` (per group), ``namespace`` and ``catalog_sha256`` (null if all was
-    recomputed), ``loss``; for several classes or windows also ``first``: each tensor's first token, or the number of
-    tokens before a state.
+    With several layer classes, each has a tensor ``kv.CLASS``. The metadata has one JSON string, ``kvabr``, with
+    ``format``, ``spec``, ``tokens`` (a number), ``tracks`` (per group), ``namespace`` and ``catalog_sha256`` (null if
+    all was recomputed), and ``loss``. For several classes or windows it also has ``first``: each tensor's first token;
+    for a state, the number of tokens before it.
 
     Raises:
         AssetError: the file cannot be written; no partial file remains.

@@ -1,12 +1,12 @@
 """Run plays: admit them, connect each, order them by deadline, and end them.
 
-`Admission` bounds concurrent plays. Others wait in the order of their deadlines, or are refused early, since the engine
-could compute instead.
+`Admission` limits concurrent plays. Others wait in the order of their deadlines, or are refused early enough for the
+engine to compute instead.
 
-`EdfScheduler` serves the earliest deadline first within the 256 priorities of MoQT. Groups on the cheapest track go
+`EdfScheduler` serves the earliest deadline first (EDF) with the 256 priorities of MoQT. Groups on the cheapest track go
 first, then other tracks of missing groups, then upgrades (`kvabr.player.requests`). The first two have `LEVELS` levels
-each: one per play with the earliest deadlines, the last for all others. Upgrades keep their priorities: the last layers
-of one play must not precede the first of another.
+each: one per play with the earliest deadlines, and the last for all other plays. Upgrades have no levels, so the last
+layers of one play do not precede the first of another.
 """
 
 from __future__ import annotations
@@ -50,20 +50,19 @@ _WAIT_SHARE = 0.25
 
 
 class Admission:
-    """Bounds the plays, or the hints, of one event loop."""
+    """Limits the concurrent plays, or hints, of one event loop."""
 
     def __init__(self, plays: int, waiting: int, metrics: ClientMetrics) -> None:
-        """See `kvabr.client.options.Limits`."""
         self._max_plays, self._max_waiting = plays, waiting
         self._metrics = metrics
         self._playing = self._number = 0
         self._queue: list[tuple[float, int, asyncio.Future[bool]]] = []
-        """Heap of (deadline, arrival number, admitted)."""
+        """Heap of (deadline, arrival number, future; True admits, False refuses)."""
         self._closed = False
 
     @asynccontextmanager
     async def enter(self, deadline_s: float) -> AsyncIterator[float]:
-        """Wait for a turn, and yield the seconds waited; raise `BusyError` if full, too late, or closing."""
+        """Wait to be admitted, and yield the seconds waited; raise `BusyError` if full, too late, or closed."""
         waited_s = await self._wait(deadline_s)
         self._metrics.wait_seconds.observe(waited_s)
         try:
@@ -74,9 +73,9 @@ class Admission:
     def close(self) -> None:
         """Admit no further plays, and refuse those that wait."""
         self._closed = True
-        for *_, turn in self._queue:
-            if not turn.done():
-                turn.set_result(False)
+        for *_, admitted in self._queue:
+            if not admitted.done():
+                admitted.set_result(False)
 
     async def _wait(self, deadline_s: float) -> float:
         loop = asyncio.get_running_loop()
@@ -89,23 +88,23 @@ class Admission:
         heapq.heapify(self._queue)  # filtering breaks the heap order
         if len(self._queue) >= self._max_waiting:
             raise self._refusal("full", f"{self._playing} plays are under way and {len(self._queue)} wait")
-        start_s, turn = loop.time(), loop.create_future()
+        start_s, admitted = loop.time(), loop.create_future()
         self._number += 1
-        heapq.heappush(self._queue, (start_s + deadline_s, self._number, turn))
+        heapq.heappush(self._queue, (start_s + deadline_s, self._number, admitted))
         self._metrics.plays_waiting.inc()
         try:
-            await asyncio.wait([turn], timeout=_WAIT_SHARE * deadline_s)
+            await asyncio.wait([admitted], timeout=_WAIT_SHARE * deadline_s)
             waited_s = loop.time() - start_s
-            if not turn.done():
+            if not admitted.done():
                 raise self._refusal("late", f"it waited {waited_s:.3g} s of its deadline of {deadline_s:g} s")
-            if not turn.result():
+            if not admitted.result():
                 raise self._refusal("closed", "the client is closing")
         except asyncio.CancelledError:
-            if turn.done() and turn.result():  # admitted at the moment of cancellation
+            if admitted.done() and admitted.result():  # admitted at the moment of cancellation
                 self._leave()
             raise
         finally:
-            turn.cancel()
+            admitted.cancel()
             self._metrics.plays_waiting.dec()
         return waited_s
 
@@ -121,17 +120,17 @@ class Admission:
     def _leave(self) -> None:
         self._count(-1)
         while self._queue and self._playing < self._max_plays:
-            *_, turn = heapq.heappop(self._queue)
-            if not turn.done():
+            *_, admitted = heapq.heappop(self._queue)
+            if not admitted.done():
                 self._count(1)
-                turn.set_result(True)
+                admitted.set_result(True)
 
 
 def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
-    """Return a request's priority among all plays, from its priority within its play, both 0 to 255.
+    """Return a request's priority among all plays, from its priority within its play; both 0 (first) to 255.
 
-    The earliest deadline has level 0. A ``late`` play accepts any track for its missing groups: otherwise newer plays
-    on cheaper tracks could delay it forever.
+    The play with the earliest deadline has level 0. For a ``late`` play all tracks of missing groups count as the
+    cheapest: otherwise newer plays on cheaper tracks could delay it forever.
     """
     if priority >= UPGRADE_PRIORITY:
         return priority
@@ -143,8 +142,8 @@ def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
 class EdfScheduler(Generic[K]):
     """Assigns levels to plays by deadline. It changes few levels: each change costs a message per open request.
 
-    Its owner moves a late play once, to a deadline after the plays that can still be on time. Newer plays are due
-    later, so no play starves.
+    When a play becomes late, the owner moves it once, to a deadline after those of the plays that can still be on time.
+    Newer plays have later deadlines, so no play starves.
     """
 
     def __init__(self) -> None:
@@ -160,7 +159,7 @@ class EdfScheduler(Generic[K]):
         return (play for _, _, play in self._plays)
 
     def level(self, play: K) -> int:
-        """Return the level of an added play."""
+        """Return the level of a play, 0 for the earliest deadline."""
         return self._levels[play]
 
     def add(self, play: K, due_s: float) -> list[K]:
@@ -173,7 +172,7 @@ class EdfScheduler(Generic[K]):
         last = place + 1 == len(self._plays)
         following = LEVELS if last else self._levels[self._plays[place + 1][2]]
         if before + 1 < following:
-            # Most plays arrive in order of deadline: leave as much room after this one as there is.
+            # Most plays arrive in order of deadline: leave as many free levels after this one as possible.
             self._levels[play] = before + 1 if last else (before + following) // 2
             return []
         self._levels[play] = -1
@@ -208,7 +207,7 @@ def check_deadline(deadline_s: float) -> None:
 
 
 def guard_s(deadline_s: float) -> float:
-    """Return the reserve before the deadline, seconds: event loops are sometimes late."""
+    """Return the seconds to keep in reserve before the deadline, since event loops are sometimes late."""
     return min(_MAX_GUARD_S, _GUARD_SHARE * deadline_s)
 
 
@@ -216,11 +215,12 @@ R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 T = TypeVar("T")
 
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
-"""Longest wait for an engine without timings, in seconds and multiples of its estimate: it may load and compile."""
+"""Longest wait for an engine without timings, which may have to load and compile: the larger of these seconds, and this
+multiple of its estimate."""
 
 
 class Clock:
-    """Seconds since a play's call, and to its deadline."""
+    """Seconds since the call of a play, and to its deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         """Start on the running event loop; raise `UsageError` unless the deadline is positive and finite."""
@@ -239,23 +239,23 @@ class Clock:
 
 @dataclass(slots=True)
 class PlayCall:
-    """One play, from its turn on."""
+    """One play, from its admission on."""
 
     connection: PlaySources
     clock: Clock
     options: PlayOptions
     memory: Memory
     plays: Callable[[], int]
-    """Number of current plays, including this one; they share link, decoders and engine."""
+    """Returns the number of current plays, including this one, which share link, decoders and engine."""
     engine: Engine | None
     cost: PrefillCost | None
-    """Required for a prefix play."""
+    """Cost of the engine's prefill; required for a prefix play."""
     tokens: Sequence[int]
     result: Played | NothingCached | PlayedPrefix | None = None
     device: torch.device | None = field(init=False)
-    """None: the processor."""
+    """Device that decodes; None: the processor."""
     decoders: int = field(init=False)
-    """Groups decoded in parallel; a GPU takes one batch at a time."""
+    """Number of groups decoded in parallel; 1 for a GPU, which decodes a batch at a time."""
 
     def __post_init__(self) -> None:
         # A bound method would make the connection keep the play's data in memory.
@@ -266,13 +266,13 @@ class PlayCall:
         self.decoders = 1 if batches else decoder_threads()
 
     def finish(self, result: R) -> R:
-        """Record and return the result."""
+        """Record ``result`` for the metrics, and return it."""
         self.result = result
         return result
 
     @property
     def link(self) -> Prior:
-        """Estimate of the links to all sources together."""
+        """Combined estimate of the links to all sources."""
         return combined(peer.expected(self.memory.history) for peer in self.connection.peers)
 
     @property
@@ -282,12 +282,12 @@ class PlayCall:
 
     @property
     def patience_s(self) -> float:
-        """Time limit without an engine, seconds since the call."""
+        """Seconds from the call after which a play without an engine ends."""
         return self.options.patience * self.clock.deadline_s
 
     @property
     def first_call_s(self) -> float:
-        """Seconds to wait for an engine beyond its estimate: many for its first call."""
+        """Seconds to wait for an engine beyond its estimate; more than 0 only before its first timing."""
         engine = self.engine
         if engine is None or self.options.prefill_cost is not None or not self.memory.costs.of(engine).empty:
             return 0.0
@@ -298,21 +298,21 @@ class PlayCall:
         return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
 
     def estimator(self) -> Estimator:
-        """Return a fresh estimator of the link."""
+        """Return a new estimator of the link, as the options or the policy choose."""
         return new_estimator(self.options.policy, self.options.estimator)
 
     def save_costs(self) -> None:
-        """Save the engine's prefill timings."""
+        """Save the engine's prefill timings, in a thread."""
         if self.engine is not None:
             asyncio.get_running_loop().run_in_executor(None, self.memory.costs.save_engine, self.engine)
 
     def with_trouble(self, message: str) -> str:
-        """Return a message with the connection's error."""
+        """Return a message, with the connection's last error appended."""
         trouble = self.connection.trouble
         return message if trouble is None or trouble in message else f"{message}; {trouble}"
 
     async def in_time(self, read: Callable[[], T]) -> T:
-        """Read a catalog in a thread; raise `PlayError` if late."""
+        """Run ``read``, which reads a catalog, in a thread; raise `PlayError` if it takes too long."""
         end_s = None if self.engine is not None else max(0.0, self.patience_s - self.clock.now())
         try:
             async with asyncio.timeout(end_s):
@@ -328,11 +328,11 @@ def _left_out(options: PlayOptions, clock: Clock, source: int, why: str) -> None
 
 _MIN_LEFT_S = 1e-3
 _LOWEST_PRIORITY = 255
-"""Priority of upgrades of caches in use, and of hints' upgrades, while there are plays."""
+"""Priority of a play's upgrades after its return, and of a hint's upgrades, while other plays run."""
 
 
 class PlayRunner:
-    """A client's plays, and upgrades after them."""
+    """Runs a client's plays, and the upgrades after them."""
 
     def __init__(self, limits: Limits, memory: Memory, metrics: ClientMetrics) -> None:
         self._memory, self._metrics = memory, metrics
@@ -366,10 +366,11 @@ class PlayRunner:
         *,
         hint: bool = False,
     ) -> AsyncIterator[PlayCall]:
-        """Yield a play when its turn comes; the body plays, and reports its result with `PlayCall.finish`.
+        """Yield a play once it is admitted; the body runs it, and reports its result with `PlayCall.finish`.
 
-        Hints take no turns from plays, and use the link only while plays do not. A play without a result continues in
-        another turn; the metrics omit this one. Closing the client ends the body, not its task.
+        Hints have a separate limit, and use the link only while no play does. A play without a result is not counted in
+        the metrics, since it continues in another call. Closing the client ends the body with an error, but does not
+        cancel its task.
 
         Raises:
             UsageError: the deadline is not a positive number of seconds.
@@ -423,11 +424,11 @@ class PlayRunner:
 
     @asynccontextmanager
     async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, *, hint: bool) -> AsyncIterator[PlaySources]:
-        """Wait for a turn, and yield a play's connections; on exit cancel its downloads."""
+        """Wait for admission, and yield a play's connections; on exit cancel its downloads."""
         loop = asyncio.get_running_loop()
         async with (self._hint_admission if hint else self._admission).enter(clock.deadline_s):
             connection = PlaySources(peers, lambda own: self._place(connection, own))
-            # A blocked loop may have used up the deadline: take what arrives at once.
+            # If a blocked loop has used up the deadline, still take groups that have arrived.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             connection.hint = hint
             self._reprioritise(self._schedule.add(connection, math.inf if hint else due_s))
@@ -459,7 +460,7 @@ class PlayRunner:
             self._reprioritise(self._schedule.remove(connection))
 
     def _place(self, connection: PlaySources, priority: int) -> int:
-        # A play alone on the link uses all priorities.
+        # Without other plays, all priorities are available.
         if len(self._schedule) < 2:
             return priority
         if connection.upgrading:
@@ -480,6 +481,6 @@ class PlayRunner:
         self._reprioritise([*changed, *self._schedule.add(connection, due_s), connection])
 
     def _reprioritise(self, changed: Iterable[PlaySources]) -> None:
-        # The first or last of several plays had, or now has, the link alone.
+        # With at most two plays, mappings also change for the others.
         for connection in changed if len(self._schedule) > 2 else list(self._schedule):
             connection.reprioritise()

@@ -17,7 +17,7 @@ class TransferProgress:
 
     track: str
     share: float
-    """Received share of its bytes, 0 to 1."""
+    """Received fraction of its bytes, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Snapshot:
     """The state of a play at one moment."""
 
     now: float
-    """Seconds since the play began, after its lookup."""
+    """Seconds since the start of the play, after its lookup."""
     deadline_s: float
-    """The deadline on that clock."""
+    """Deadline in seconds since the start."""
     offers: tuple[str, ...]
     """The asset's tracks, smallest first."""
     tracks: tuple[str | None, ...]
@@ -35,29 +35,28 @@ class Snapshot:
     transfers: dict[int, TransferProgress]
     """Groups in transfer, by number."""
     rate: float
-    """Expected rate, bytes per second; 0.0 if unknown."""
+    """Expected rate in bytes per second; 0.0 if unknown."""
     lower_bound: float
-    """Rate that the link should usually exceed, bytes per second."""
+    """Rate that the link should usually exceed, in bytes per second."""
     slack_s: float | None
-    """Time left minus time for the rest at the lower bound, seconds."""
+    """Seconds left, minus the seconds that the rest takes at the lower bound; None if unknown."""
     bytes_fetched: int
     bytes_wasted: int
     requests: int
     undecoded: int
-    """Received layers and groups not decoded yet."""
+    """Number of layers and groups received but not yet decoded."""
     decode_backlog_s: float
-    """Seconds of waiting decode work."""
+    """Seconds of decoding that wait."""
     computing: bool
     """True if the engine has groups to compute."""
     network: ConnectionStats
     edge: int | None = None
-    """Published groups of a cache still being prefilled; None once all are."""
+    """Number of published groups of a cache still being prefilled; None once all are published."""
     ends_s: float = 0.0
-    """Expected publication of the last group."""
+    """Expected publication of the last group, seconds since the start."""
 
     @classmethod
     def of(cls, session: Session, assembler: Assembler, network: ConnectionStats, now: float) -> Snapshot:
-        """Take a snapshot of a session."""
         view, record = session.view, session.record
         slack = view.slack_s()
         tracks = assembler.coverage

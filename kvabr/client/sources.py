@@ -1,4 +1,4 @@
-"""The sources of one play: a view of the downloads of each of its peers.
+"""The sources of one play: for each of its peers, this play's view of the shared downloads.
 
 Groups are named by content, so any source may serve them. A play starts with connected sources and adds others later.
 """
@@ -34,10 +34,10 @@ from kvabr.types.kv import MAX_MODELS_BYTES
 from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
 TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
-"""Digests of a track's groups; empty for groups never requested."""
+"""Digests of a track's groups, by number; empty for groups never requested."""
 _Lookup = asyncio.Task[Answered | Exception]
 _REPORT_SHARE = 0.9
-"""Share of a lookup's time until silent sources are ignored."""
+"""Fraction of a lookup's time limit after which silent sources are ignored."""
 _MIN_WAIT_S = 0.02
 
 
@@ -62,7 +62,7 @@ def _of_peer(name: str) -> Any:
 
 
 class PlaySource(Connection):
-    """One peer of a play."""
+    """One peer, as used by one play."""
 
     backend: str = _of_peer("backend")
     finder: PrefixFinder | None = _of_peer("finder")
@@ -89,12 +89,12 @@ class PlaySource(Connection):
         return reader
 
     def wire_priority(self, request: GroupRequest, priority: int) -> int:
-        """Return a request's priority among all plays; those without a digest, such as catalogs, go first."""
+        """Return a request's priority among all plays; without a digest, as of catalogs, it is unchanged."""
         return priority if request.digest is None and not request.live else self.place(priority)
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """True after the play, or if the connection ended or is unreachable."""
+        """True after the play, or if the connection has ended or is unreachable."""
         return self.left or self.downloads.peer.closed
 
     async def connected(self) -> None:
@@ -109,28 +109,28 @@ class PlaySource(Connection):
             reader.prioritise(reader.priority)
 
     def forget(self, reader: PlayReader) -> None:
-        """Remove a reader that has left."""
+        """Remove a reader that was cancelled."""
         self._readers.discard(reader)
 
     async def close(self) -> None:
-        """Cancel the rest of the play; the connection stays open."""
+        """Cancel the play's remaining requests; the connection stays open."""
         self.left = True
         for reader in list(self._readers):
             reader.cancel()
 
     def held(self) -> Iterator[bool]:
-        """Yield for each request with due bytes whether it waits for more urgent ones."""
+        """Yield, for each request that is due bytes, True if the link is busy with more urgent requests."""
         due = (reader.transfer for reader in self._readers if not reader.transfer.subscribed)
         return map(self.downloads.held_by_priority, due)
 
 
 class PlaySources(Connection):
-    """The sources of one play. Lookups go to all; one answers other requests."""
+    """The sources of one play. Lookups go to all of them; other requests, except for groups, to one that answered."""
 
     sources: Sequence[PlaySource] = ()
 
     def __init__(self, peers: Sequence[ClientPeer], place: Callable[[int], int] = lambda priority: priority) -> None:
-        """``place`` maps a priority within the play to one among all plays."""
+        """``place`` converts a priority within the play to one among all plays."""
         self._digests: TrackDigests = {}
         self.peers = peers
         self.sources = tuple(PlaySource(each, place, self._digests) for each in peers)
@@ -138,28 +138,28 @@ class PlaySources(Connection):
         self._chosen = False
         self._offers: list[Offer] = [None] * len(peers)
         self.tasks = TaskSet()
-        """Cancelled at the end of the play."""
+        """Tasks to cancel at the end of the play."""
         self.on_left_out: Callable[[int, str], None] = lambda *_: None
-        """Called with an excluded source, and the reason."""
+        """Called with the index of a source that is excluded, and the reason."""
         self.hint = False
-        """It fetches an expected play ahead."""
+        """True if this fetches for an expected play."""
         self.late = False
         self.upgrading = False
-        """It delivers upgrades of a returned cache."""
+        """True if the play has returned its cache and fetches upgrades."""
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """`Connection.backend` of the answering source."""
+        """`Connection.backend` of the chosen source."""
         return self._first.backend
 
     @property
     def finder(self) -> PrefixFinder | None:  # type: ignore[override]
-        """`Connection.finder` of the answering source."""
+        """`Connection.finder` of the chosen source."""
         return self._first.finder
 
     @property
     def offers(self) -> Sequence[Offer] | None:
-        """The tracks of each source (None: all); None if there is only one source."""
+        """Tracks available at each source (None: all); None if there is only one source."""
         return self._offers if len(self.sources) > 1 else None
 
     @property
@@ -168,7 +168,7 @@ class PlaySources(Connection):
         return [source.stats().rtt_s for source in self.sources]
 
     def offer(self, source: int, tracks: Offer) -> None:
-        """Record a source's tracks, or `kvabr.player.sources.NOT_KNOWN`."""
+        """Set the tracks available at a source, or `kvabr.player.sources.NOT_KNOWN`."""
         self._offers[source] = tracks
 
     def answered_by(self, source: int) -> None:
@@ -176,7 +176,7 @@ class PlaySources(Connection):
         self._first, self._chosen = self.sources[source], True
 
     async def reach(self) -> None:
-        """Choose the first connected source for other requests; the others deliver groups once reachable."""
+        """Send requests other than groups to the first source that connects; others deliver groups once reachable."""
         if self._chosen or len(self.sources) == 1:
             return
         self.answered_by(await first_reached(self.sources))
@@ -189,28 +189,28 @@ class PlaySources(Connection):
         has: Offer = None
         try:
             await source.connected()
-            if source.unreachable:  # any answer shows that it is back
+            if source.unreachable:  # any answer shows that the peer is back
                 with suppress(NotFoundError):
                     await read_view(source.fetch(MODELS_NAMESPACE, MODELS_TRACK, limit=MAX_MODELS_BYTES))
         except TransportError as error:
             has = frozenset()
             self.on_left_out(number, str(error))
-        if self._offers[number] is NOT_KNOWN:  # not if one source serves everything
+        if self._offers[number] is NOT_KNOWN:  # unless one source now serves everything
             self.offer(number, has)
 
     def alone(self) -> None:
-        """Use only the answering source, for a joined lookup."""
+        """Use only the chosen source, the one where a joined catalog was looked up."""
         self._offers = [None if source is self._first else frozenset() for source in self.sources]
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         return self._first.request(request, priority)
 
     def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
-        """Set a track's digests, to take stored groups; empty for groups never requested."""
+        """Set the digests of a track's groups, so that stored groups can be found; empty for groups never requested."""
         self._digests[namespace, track] = digests
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
-        """Return an identified track's groups in the client's store."""
+        """Return the numbers of a track's groups that are in the client's store; needs `identify`."""
         digests = self._digests.get((namespace, track), ())
         here = self._first.downloads.store.present(digests)
         return [group for group, digest in enumerate(digests) if digest in here] if here else ()
@@ -227,12 +227,12 @@ class PlaySources(Connection):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """True after the play, or if every connection has ended."""
+        """True after the play, or once all connections have ended."""
         return all(source.closed for source in self.sources)
 
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
-        """A connection error of a peer, if there is one."""
+        """A connection error of any peer, or None."""
         return next((one.trouble for one in self.sources if one.trouble is not None), None)
 
     @property
@@ -241,12 +241,11 @@ class PlaySources(Connection):
         return all(one.unreachable for one in self.sources)
 
     def reprioritise(self) -> None:
-        """Apply the play's new level to its requests."""
+        """Apply the play's new level to all its requests."""
         for source in self.sources:
             source.reprioritise()
 
     async def close(self) -> None:
-        """Cancel the rest of the play; connections stay open."""
         try:
             await cancel_all(self.tasks)
         finally:  # even if the play is cancelled meanwhile
@@ -255,7 +254,7 @@ class PlaySources(Connection):
 
 
 async def first_reached(peers: Sequence[Connection]) -> int:
-    """Dial all peers, and return the first that connects and lives; else raise the first one's error."""
+    """Dial all peers, and return the first that connects and is alive; if none does, raise the first peer's error."""
     dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
     pending = set(dials)
 
@@ -283,8 +282,8 @@ async def first_found(
 ) -> Answered:
     """Look up at all sources of a play at once, and return the longest prefix.
 
-    Once a source has all ``tokens``, wait briefly for the others, except recently unreachable ones, and at most
-    ``within_s`` seconds. Other sources with the same asset join the play when they answer.
+    Once a source has all ``tokens``, wait briefly for the others, but not for those that were unreachable recently.
+    ``within_s``: limit in seconds. Other sources with the same asset join the play when they answer.
     """
     pairs = list(zip(peers, connection.sources, strict=True))
     if len(pairs) == 1:
@@ -304,7 +303,7 @@ async def first_found(
         if answers:
             return next((answer for answer in answers if answer[0] is not None), answers[0])
         errors = [each for each in results if isinstance(each, Exception)]
-        # "Not found" does not speak for sources that were not reached.
+        # "Not found" at one source proves little while others were not reached.
         raise TimeoutError if silent else min(errors, key=lambda error: isinstance(error, NotFoundError))
     best = max(found, key=lambda source: (tokens_of(found[source]), -source))
     connection.answered_by(best)
@@ -344,10 +343,10 @@ async def _found_by(
     round_trip_s: float,
     within_s: float,
 ) -> dict[int, Found]:
-    """Return the prefixes found, by source, a while after the first, or shortly after a complete one.
+    """Return the prefixes found, by index of the source.
 
-    After one answer, do not wait for ``unreachable`` sources. ``round_trip_s`` is that of the farthest source;
-    ``within_s`` bounds the lookup.
+    Wait for some time after the first prefix, but only briefly after one with all ``tokens``, and not for sources in
+    ``unreachable`` after any answer. ``round_trip_s``: the longest of all sources; ``within_s``: limit in seconds.
     """
     clock = asyncio.get_running_loop().time
     begun_s, waits = clock(), False
@@ -377,7 +376,7 @@ def _found(task: _Lookup) -> Found | None:
 
 
 def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
-    """Return the tracks with identical, complete groups at two peers, and any mismatch."""
+    """Return the tracks that are identical at two peers, and why others are not, or None."""
     if one is other:
         return frozenset(one.catalog.by_name), None
     if one.catalog.namespace != other.catalog.namespace:

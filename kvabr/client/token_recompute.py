@@ -1,4 +1,4 @@
-"""Select tokens of a joined prompt by its question, and have an engine recompute them, in its thread."""
+"""Select tokens of a joined prompt by its question, and recompute them with an engine, in the engine's thread."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvabr.types.joined import Joined, joined_passages
 
 @dataclass(slots=True)
 class TokenRecompute:
-    """The tokens of one play. Calls must not overlap."""
+    """Selection and recomputation of tokens for one play. Calls must not overlap."""
 
     engine: BlendEngine
     catalog: Catalog
-    """Joined, see `kvabr.types.joined.join`."""
+    """The joined catalog, see `kvabr.types.joined.join`."""
     tokens: Sequence[int]
     question: Sequence[int]
     selector: Callable[[], Selector]
     _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By position, tokens computed ahead, [layer, K/V, head, dim]."""
+    """Tokens computed ahead, by position: [layer, K/V, head, dim]."""
     _seen: tuple[Selection, torch.Tensor] | None = None
 
     def choose(self, kv: torch.Tensor) -> None:
-        """Score all tokens from their cache, [layer, K/V, head, token, dim], on any tracks.
+        """Score all tokens, from a cache on any tracks: [layer, K/V, head, token, dim].
 
         Raises `ModelError`, `PolicyError` or `UsageError` from the engine or the selector.
         """
@@ -41,11 +41,11 @@ class TokenRecompute:
         tokens = list(self.tokens[: self.catalog.tokens])
         seen = look(self.engine, selector, tokens, spans, self.question, kv, orders=orders)
         scores = selector.scores(seen)
-        choose(seen, scores, 0.0)  # checks the selector's result at once
+        choose(seen, scores, 0.0)  # checks the selector's result early
         self._seen = seen, scores
 
     def compute_ahead(self, assembler: Assembler, passage: int, count: int) -> None:
-        """Compute the first tokens in a passage's order while later groups arrive.
+        """Recompute the ``count`` tokens of a passage that its publisher ranked first, while later groups arrive.
 
         Raises `ModelError`, or `FormatError` for a wrong shape or type.
         """
@@ -62,10 +62,11 @@ class TokenRecompute:
     def compute(
         self, assembler: Assembler, coverage: Sequence[str], count: int, wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Recompute the best ``count`` tokens over a complete cache, and place them with those computed ahead.
+        """Recompute the best ``count`` tokens over a complete cache, and write them and those computed ahead to it.
 
         Calls `choose` if necessary. The assembler accepts no groups afterwards. ``coverage``: per group the track in
-        place, or ``recomputed``, which needs no recomputation; ``wanted`` returns whether the play still waits.
+        place, or ``recomputed`` for a group that needs no recomputation. ``wanted`` returns False once the play has
+        ended.
 
         Raises:
             ModelError, PolicyError, UsageError: from the engine or the selector.

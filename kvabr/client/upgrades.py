@@ -1,6 +1,6 @@
-"""Upgrades of a cache in use: fetched and decoded at once, written when the engine allows it.
+"""Upgrades of a returned cache: fetched and decoded in advance, written when the engine allows it.
 
-An engine reads a cache at every step, so it gives the player a hook that says when a group may change
+An engine reads a cache at every step, so it gives the player a hook that decides when a group may change
 (`kvabr.client.engine_hook`)::
 
     played = await client.play(tokens, deadline=2.0, options=PlayOptions(after=math.inf))
@@ -62,12 +62,11 @@ class Upgrades:
         return self.record
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Block until the upgrades end or ``timeout_s`` has passed; return whether they ended. Not in the loop."""
+        """Block until the upgrades end or ``timeout_s`` has passed; return True if they ended. Not for the loop."""
         return self._ended.wait(timeout_s)
 
     @property
     def over(self) -> bool:
-        """True after the end of the upgrades."""
         return self._ended.is_set()
 
     @property

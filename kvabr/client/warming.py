@@ -1,7 +1,7 @@
-"""Compile kernels, and compare them with the processor, before a play needs them, since that takes seconds.
+"""Compile GPU kernels, and check them against the processor, before a play needs them; this takes seconds.
 
-`kvabr doctor` warms the shipped profiles, a starting engine its model, and a play a new profile; the latter two in the
-background while the processor decodes. Triton caches compiled kernels on disk.
+`kvabr doctor` warms the shipped profiles, a starting engine its model, and a play a new profile. The latter two run in
+the background, while the processor decodes. Triton caches compiled kernels on disk.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvabr.types.naming import TrackNamespace
 _log = logging.getLogger("kvabr.client")
 _ROWS_OF_A_STREAM = 2048
 _PINNED_BYTES = 1 << 30
-"""Pinned memory kept for reuse; pinning a gigabyte takes some tenths of a second."""
+"""Maximum pinned memory kept for reuse, in bytes; pinning a gigabyte takes some tenths of a second."""
 
 
 def warm(
     profile: Profile, device: torch.device, dtype: torch.dtype | None = None, like: Sequence[BlockLayers] = ()
 ) -> None:
-    """Decode synthetic groups of a model's AC tracks on a GPU, few and many at once.
+    """Decode synthetic groups of a model's AC tracks on a GPU, singly and in batches.
 
-    ``dtype`` is the cache's (None: the model's). ``like``: layers of paged caches with the layout to decode to, left
-    unchanged; empty: a tensor. Raises any error of decoding; unusable kernels only cause a warning.
+    ``dtype`` is the cache's (None: the model's). ``like``: layers of a paged cache, as the layout to decode to; they
+    are not written. Empty: decode to a tensor. Raises any error of decoding; unusable kernels only cause a warning.
     """
     if not gpu.runs_on(device):
         return
@@ -54,9 +54,9 @@ def warm(
         makers: list[Callable[[], Place]] = [partial(_blocks_like, layers, part.rows) for layers in fitting]
         makers = makers or [partial(_tensor, part, dtype or part.torch_dtype, device)]
         many = -(-CROWDED * _ROWS_OF_A_STREAM // profile.of(part).transform.structure.rows)
-        for room in makers:
-            # Room for one group, which a layout may make large; copies write the same data.
-            place = room()
+        for new_place in makers:
+            # Blocks for one group, which a layout may make large; all copies write the same data.
+            place = new_place()
             for batch in (*([group] for group in groups), groups[:1] * many):
                 for wrong in expand(batch, [place] * len(batch)):
                     if wrong is not None:
@@ -70,7 +70,7 @@ def receive_pinned(device: torch.device | None) -> None:
 
 
 _layouts: dict[torch.device, tuple[torch.dtype, tuple[BlockLayers, ...]]] = {}
-"""The engine's element type and paged caches on a device."""
+"""The engine's element type and paged layers, by device."""
 _begun: dict[Hashable, threading.Thread] = {}
 _lock = threading.Lock()
 
@@ -82,9 +82,9 @@ def warm_engine(
     like: Sequence[BlockLayers] = (),
     speeds: DecodeSpeeds | None = None,
 ) -> threading.Thread | None:
-    """Do as `warm_in_background` for a starting engine, with its model's shipped profile, if any.
+    """Run `warm_in_background` for a starting engine, with the profile shipped for its model, if any.
 
-    The first play warms other profiles, with the layout recorded here.
+    Also records the layout, for profiles that the first play warms.
     """
     if not gpu.runs_on(device):
         return None
@@ -93,16 +93,17 @@ def warm_engine(
     shipped = shipped_profile(spec)
     if shipped is None:
         return None
-    keep(profile := Profile.from_bytes(shipped.bound(spec)))  # the comparison's result stays with it
+    keep(profile := Profile.from_bytes(shipped.bound(spec)))  # stores the comparison's result, too
     return warm_in_background(profile, device, speeds=speeds)
 
 
 def warm_in_background(
     profile: Profile, device: torch.device, dtype: torch.dtype | None = None, speeds: DecodeSpeeds | None = None
 ) -> threading.Thread | None:
-    """Do as `warm` in a thread, once per profile, device and layout; return the thread, None without kernels.
+    """Run `warm` in a thread, once per profile, device and layout; return the thread, or None without kernels.
 
-    ``dtype`` is a tensor's; None: the type and layout of the device's engine. Then measure the decode speed if unknown.
+    ``dtype``: the element type of a tensor to decode to; None: use the type and layout of the device's engine. The
+    thread then measures the decode speed, if unknown.
     """
     if not gpu.runs_on(device):
         return None
@@ -128,7 +129,7 @@ def warm_in_background(
         begun = threading.Event()
         _begun[key] = thread = threading.Thread(target=work, name="kvabr-warm", daemon=True)
     thread.start()
-    begun.wait()  # so that the caller's groups see it in progress
+    begun.wait()  # so that groups of the caller find the comparison in progress
     return thread
 
 

@@ -1,9 +1,9 @@
-"""Assembles groups into a cache, in any order and from any track, never half written.
+"""Assembles groups into a cache, in any order and from any track; readers never see a partly written group.
 
-Without a destination, checked groups stay compressed and are expanded elsewhere (`kvabr.codec.paged`). Otherwise a
-group with an empty place is decoded directly into it if that is fast, and counts as in place once the whole frame is
-verified; other groups are decoded into scratch memory and copied. After a handover with upgrades, each group has its
-own memory, and the user of the cache decides when to write it.
+Without a destination, checked groups stay compressed and are expanded elsewhere (`kvabr.codec.paged`). Otherwise, a
+group whose place is empty is decoded directly into it if that is fast, and counts as in place once the whole frame is
+verified. Other groups are decoded into scratch memory and copied. After a handover with upgrades, each upgrade is
+decoded into separate memory, and the user of the cache decides when to write it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tensors:
         self._spec = spec
 
     @cached_property
-    def _rooms(self) -> tuple[CacheTensor, ...]:
+    def _cache_tensors(self) -> tuple[CacheTensor, ...]:
         return tuple(map(CacheTensor, self.parts))
 
     @property
@@ -75,14 +75,14 @@ class Tensors:
     def place(self, unit: Unit) -> TensorPlace:
         """See `Destination.place`."""
         begin = 0 if self.is_state(unit.part) else unit.first - self.begins[unit.part]
-        return self._rooms[unit.part].place(begin, unit.tokens)
+        return self._cache_tensors[unit.part].place(begin, unit.tokens)
 
     def is_state(self, part: int) -> bool:
-        """Return whether a class is a state, with rows instead of tokens in its tensor."""
+        """Return True if layer class number ``part`` is a state, whose tensor has rows instead of tokens."""
         return self._spec.classes[part].kind == "state"
 
     def before(self, end: int, *, every: bool) -> tuple[torch.Tensor, ...]:
-        """See `Assembler.before_classes`; with ``every``, return views instead of copies."""
+        """See `Assembler.before_classes`; ``every``: every token is present, so return views instead of copies."""
         if every:
             return (self.parts[0][:, :, :, :end],)
         parts = []
@@ -104,7 +104,7 @@ class Layer(NamedTuple):
 
     track: str
     frame: bytes | memoryview
-    """Untrusted. The caller must not change it afterwards."""
+    """Untrusted bytes. The caller must not change them afterwards."""
     has_digest: HasDigest | None = None
 
 
@@ -116,7 +116,7 @@ class Placement(Enum):
     REPLACED = "replaced"
     """It replaced a worse track."""
     STALE = "stale"
-    """Ignored: a track at least as good is in place."""
+    """Ignored: the track in place is at least as good."""
     LATE = "late"
     """Ignored: the cache has been handed over."""
 
@@ -127,7 +127,7 @@ class _Decoding(NamedTuple):
     layers: Sequence[Layer]
     coded: CodedGroup
     out: Place | None
-    """None: stays coded."""
+    """Where to decode; None: the group stays compressed."""
     scratch: torch.Tensor | None = None
     claimed: bool = False
 
@@ -152,8 +152,8 @@ class Assembler:
             out: [layer, K/V, head, token, dim], any float dtype and strides; or another destination, which supports
                 neither computing on the cache nor single tokens. None: a new tensor per layer class.
             dtype: element type of new tensors, by default the asset's. A float8 tensor holds the codes of the
-                publisher's engine, any other the numbers they stand for (`kvabr.codec.quantised`).
-            coded: keep groups compressed, for `take_coded`, without computing or upgrades in place.
+                publisher's engine, any other dtype the decoded values (`kvabr.codec.quantised`).
+            coded: leave groups compressed, for `take_coded`; excludes computing, and upgrades in place.
 
         Raises:
             ForeignError: the profile is of another model.
@@ -172,32 +172,32 @@ class Assembler:
         if not coded:
             self._to = Tensors(catalog, out, dtype) if out is None or isinstance(out, torch.Tensor) else out
         self._tracks: list[str | None] = [None] * catalog.groups
-        self._kept: dict[int, dict[str, memoryview]] = {}
+        self._payloads: dict[int, dict[str, memoryview]] = {}
         refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._refined = set(catalog.by_name) if coded else refined
         self._lock = threading.Condition(threading.Lock())
         """Guards all state; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
-        """Groups being decoded into their empty places, with no other writers."""
+        """Groups being decoded directly into their empty places; no other thread may write there."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
-        """Unused scratch, per class; fresh memory would have to be cleared."""
+        """Scratch tensors kept for reuse, per layer class, since the system must clear fresh memory."""
         self._taken = self._open = self._handed = False
-        """True if groups are refused; if upgrades are accepted; if handed over."""
+        """True if groups are refused; True if upgrades are accepted; True once handed over."""
         self._again: set[int] = set()
 
     @property
     def together(self) -> bool:
-        """True if groups are best put in batches: on a GPU, or without decoding."""
+        """True if groups should be put in batches: on a GPU, or if they stay compressed."""
         return self._to is None or self._to.device.type == "cuda"
 
     @property
     def coverage(self) -> tuple[str | None, ...]:
-        """Per group, the track in place, ``recomputed``, or None."""
+        """Track in place per group, ``recomputed``, or None."""
         return tuple(self._tracks)
 
     @property
     def computed_again(self) -> tuple[int, ...]:
-        """Tokens put by `put_tokens`, ascending."""
+        """Positions of the tokens put by `put_tokens`, ascending."""
         return tuple(sorted(self._again))
 
     def put(
@@ -209,10 +209,10 @@ class Assembler:
         has_digest: HasDigest | None = None,
         below: Sequence[Layer] = (),
     ) -> Placement:
-        """Check, decode and place one group as requested.
+        """Check, decode and place one group.
 
-        The ``frame`` is untrusted, and must not change afterwards. ``has_digest`` compares its digest if the caller has
-        computed it. ``below``: layers received with it and not in place, lowest first.
+        The ``frame`` is untrusted, and must not change afterwards. ``has_digest`` compares its digest, if the caller
+        can do it faster. ``below``: lower layers received with it that are not in place, lowest first.
 
         Raises:
             ForeignError: a valid frame of another asset or group.
@@ -227,7 +227,7 @@ class Assembler:
     def put_many(self, requests: Sequence[tuple[int, Sequence[Layer]]]) -> list[Placement | Exception]:
         """Check, decode and place different groups in one batch, each with its layers, lowest first.
 
-        Returns each group's result, or the error that `put` would raise.
+        Returns, per group, the result, or the error that `put` would raise.
         """
         done: dict[int, Placement | Exception] = {}
         work: list[_Decoding] = []
@@ -238,7 +238,7 @@ class Assembler:
                         done[number] = early
                     else:
                         work.append(self._begin(number, group, layers))
-                except Exception as error:  # noqa: BLE001  # whatever it is, one of its frames cannot be used
+                except Exception as error:  # noqa: BLE001  # after any error, a frame is unusable
                     done[number] = error
             wanted = [(one.coded, one.out) for one in work if one.out is not None]
             errors = iter(expand([coded for coded, _ in wanted], [place for _, place in wanted]))
@@ -289,8 +289,8 @@ class Assembler:
     def put_computed(self, first: int, last: int, *parts: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
 
-        ``parts``: per layer class, [layer, K/V, head, token, dim] for exactly these groups' tokens
-        (`Catalog.tokens_before`), or the state snapshot after them; any float dtype.
+        ``parts``: per layer class, [layer, K/V, head, token, dim] for exactly the tokens of these groups
+        (`Catalog.tokens_before`), or the state's snapshot after them; any float dtype.
 
         Raises:
             UsageError: a tensor has another shape, or contains NaN or infinity.
@@ -304,7 +304,7 @@ class Assembler:
             raise UsageError(
                 f"recomputed groups {first} to {last - 1} must be finite; the engine returned NaN or infinity"
             )
-        # One transfer from the engine's device, instead of one per group under the lock.
+        # One transfer from the engine's device, outside the lock, instead of one per group.
         parts = tuple(kv.to(self._place(first).device) for kv in parts)
         with self._lock:
             self._lock.wait_for(lambda: self._direct.isdisjoint(range(first, last)))
@@ -326,18 +326,18 @@ class Assembler:
         return verdict
 
     def before(self, group: int) -> torch.Tensor:
-        """Return `before_classes` for a model with one layer class."""
+        """Return the tensor of `before_classes` for a model with one layer class."""
         _ = self._catalog.spec.only
         return self.before_classes(group)[0]
 
     def before_classes(self, group: int) -> tuple[torch.Tensor, ...]:
         """Return the KV of all tokens before ``group``, one tensor per layer class, for an engine to compute on.
 
-        The tensor is a view if every token is needed. Otherwise windows start with zeros for tokens that are invisible
-        from ``group`` on, which must be one of `Catalog.cut`.
+        If every token is needed, the tensors are views. Otherwise windows begin with zeros for tokens that are
+        invisible from ``group`` on, which must be a result of `Catalog.cut`.
 
         Raises:
-            HoleError: a group before it is missing.
+            HoleError: an earlier group is missing.
             UsageError: the first tokens are in another cache, or an engine cannot start at ``group``.
         """
         catalog = self._catalog
@@ -386,10 +386,10 @@ class Assembler:
         return write
 
     def put_tokens(self, at: Sequence[int], computed: torch.Tensor) -> Placement:
-        """Put single tokens into a complete cache, all or none; afterwards it accepts no groups.
+        """Put single tokens into a complete cache, all or none; the cache then accepts no groups.
 
-        ``at``: their places, counted from the cache's first token; ``computed``: [layer, K/V, head, len(at), dim], any
-        float dtype.
+        ``at``: their positions, counted from the cache's first token; ``computed``: [layer, K/V, head, len(at), dim],
+        any float dtype.
 
         Raises:
             HoleError: a group is missing.
@@ -415,7 +415,7 @@ class Assembler:
         with self._lock:
             self._taken, self._open = True, False
             self._lock.wait_for(lambda: not self._direct)
-        self._kept.clear()
+        self._payloads.clear()
         for spare in self._spare:
             spare.clear()
 
@@ -425,7 +425,7 @@ class Assembler:
         return self.take_classes(upgrades=upgrades)[0]
 
     def take_classes(self, *, upgrades: bool = False) -> tuple[torch.Tensor, ...]:
-        """Hand over the cache: a tensor per layer class with the tokens of `Catalog.spans`, or none if it is elsewhere.
+        """Hand over the cache: a tensor per layer class with the tokens of `Catalog.spans`; () for another destination.
 
         Afterwards only `prepare` accepts data, and only if ``upgrades`` is true.
 
@@ -441,7 +441,7 @@ class Assembler:
         return self._to.parts if isinstance(self._to, Tensors) else ()
 
     def take_coded(self, groups: int | None = None, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
-        """Hand over the longest prefix in place, compressed, see `longest_prefix`; accept no data afterwards.
+        """Hand over the longest prefix in place, compressed, see `longest_prefix`; then accept no data.
 
         ``groups``: number of leading groups to consider; None: all. ``block``: the prefix must end at a multiple of
         this many tokens of the prompt. Returns the groups of `PlacedPrefix.groups`, and the prefix.
@@ -455,14 +455,14 @@ class Assembler:
 
     def _coded_group(self, group: int) -> CodedGroup:
         offer = self._catalog.track(str(self._tracks[group]))
-        payload = self._kept[group][offer.name]
+        payload = self._payloads[group][offer.name]
         number = self._catalog.unit(group).group
         return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer), number)
 
     def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
         """Hand over the longest prefix in place; arguments as for `take_coded`.
 
-        Return a tensor per layer class, with the tokens of `PlacedPrefix.spans`, and the prefix.
+        Returns a tensor per layer class, with the tokens of `PlacedPrefix.spans`, and the prefix.
         """
         with self._lock:
             self._handed = True
@@ -477,7 +477,7 @@ class Assembler:
         return tuple(parts), found
 
     def check(self, group: int, layer: Layer) -> memoryview:
-        """Return a frame's payload; raise `FormatError` or `ForeignError` as `put`."""
+        """Return the payload of a frame; raise `FormatError` or `ForeignError` as `put`."""
         catalog, offer = self._catalog, self._catalog.track(layer.track)
         if len(layer.frame) != (promised := offer.bytes[group]):
             size = f"must have {promised} bytes, as in the catalog, got {len(layer.frame)}"
@@ -500,10 +500,10 @@ class Assembler:
         return CodedGroup(payloads.pop(), layers[-1].track, self._context(group), payloads, unit.group)
 
     def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
-        """Return whether to decode a group directly into its place; if so, the caller must remove it from `_direct`.
+        """Decide whether to decode a group directly into its place. If True, the caller must remove it from `_direct`.
 
-        Bad frames do no harm in empty places, which have no readers. `seal` waits for direct decoding, so on a CPU only
-        tracks that decode about as fast as copying qualify.
+        Invalid frames are harmless in empty places, which have no readers. `seal` waits for direct decoding, so on a
+        CPU only tracks that decode about as fast as copying qualify.
         """
         context, track = self._context(group), self._catalog.track(layers[-1].track)
         slow = track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None
@@ -522,7 +522,7 @@ class Assembler:
         return self._to
 
     def _place(self, group: int) -> Place:
-        assert self._to is not None  # noqa: S101  # nothing is expanded without a destination
+        assert self._to is not None  # noqa: S101  # only used with a destination
         return self._to.place(self._catalog.unit(group))
 
     def _shape(self, group: int) -> tuple[int, int, int, int, int]:
@@ -557,7 +557,7 @@ class Assembler:
             return Placement.STALE
         if self._catalog.track(current).loss[group] > offer.loss[group]:
             return None
-        while offer.refines is not None:  # a layer may lose more than the layer below, and the next still refine it
+        while offer.refines is not None:  # a layer may lose more than the layer below it, if the next layer refines it
             if offer.refines == current:
                 return None
             offer = self._catalog.track(offer.refines)
@@ -573,13 +573,13 @@ class Assembler:
         payloads = (*coded.below, coded.payload)[-len(layers) :]
         for layer, payload in zip(layers, payloads, strict=True):
             if layer.track in self._refined:
-                self._kept.setdefault(group, {})[layer.track] = payload
+                self._payloads.setdefault(group, {})[layer.track] = payload
         return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
         payloads: list[memoryview] = []
         while offer.refines is not None:
-            payload = self._kept.get(group, {}).get(offer.refines)
+            payload = self._payloads.get(group, {}).get(offer.refines)
             if payload is None:
                 raise FormatError(f"group {group} of {offer.name}: it refines {offer.refines}, which is not in place")
             offer = self._catalog.track(offer.refines)
@@ -587,7 +587,7 @@ class Assembler:
         return payloads
 
     def _forget(self, group: int) -> None:
-        self._kept.pop(group, None)
+        self._payloads.pop(group, None)
 
 
 def check_tokens(computed: torch.Tensor, spec: KVSpec, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Decides how many tokens of a joined prompt to recompute, from their price, savings and duration."""
+"""Decides how many tokens of a joined prompt to recompute, by their price, savings and duration."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from kvabr.types.joined import fusion_loss, joined_passages
 from kvabr.types.loss import played_loss
 
 _UNKNOWN_LINK_SHARE = 0.5
-"""Most of the deadline reserved for tokens on an unknown link."""
+"""Maximum fraction of the deadline reserved for recomputing tokens if the link is unknown."""
 _MAX_SHARES = 64
 _ORDERED_SHARE = 0.15
-"""Share of a passage's tokens to compute in its publisher's order."""
+"""Fraction of a passage's tokens to recompute in its publisher's order."""
 _ORDER_SAVING_SHARE = 0.3
-"""Savings of the publisher's order, relative to as many tokens chosen by the question (SmolLM2-135M: .3 to .45)."""
+"""Savings of tokens in the publisher's order, relative to as many tokens chosen by the question (SmolLM2-135M: .3 to
+.45)."""
 
 
 def delivered_loss(catalog: Catalog, record: PlayRecord) -> float:
-    """Return the expected loss of a delivered cache, with recomputed tokens, nats per generated token."""
+    """Return the expected loss of a delivered cache, including recomputed tokens, in nats per generated token."""
     loss, blend = played_loss(catalog, record.steps), record.blend
     if blend is None or blend.fusion_loss is None:
         return loss
@@ -36,27 +37,27 @@ def delivered_loss(catalog: Catalog, record: PlayRecord) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BlendOption:
-    """A number of tokens to recompute."""
+    """A possible number of tokens to recompute."""
 
     share: float
     tokens: int
     seconds: float
-    """Engine time, without choosing the tokens."""
+    """Seconds of engine time, excluding the choice of tokens."""
     fusion: float
-    """Fusion loss with all groups fetched, nats per generated token; 0.0 if not measured."""
+    """Fusion loss if all groups are fetched, in nats per generated token; 0.0 if not measured."""
 
 
 class BlendPlan:
-    """A play's options, and their values at the play's prices."""
+    """The options of a play, and their values at the play's prices."""
 
     def __init__(
         self, ladder: Ladder, cost: PrefillCost | None, goal: BlendGoal, *, time_price: float, gpu_price: float
     ) -> None:
         """List the options.
 
-        Without a ``cost`` of the engine's prefill, it computes no tokens. ``time_price`` and ``gpu_price`` are the
-        prices of a second before the first token and of engine time, nats per generated token; with an infinite
-        ``gpu_price``, only a share named by the goal is computed.
+        Without ``cost``, the engine's prefill cost, no tokens are recomputed. ``time_price`` and ``gpu_price`` are the
+        prices of a second before the first token and of a second of engine time, in nats per generated token. If
+        ``gpu_price`` is infinite, tokens are recomputed only if the goal gives a share.
         """
         self._catalog, self._goal = ladder.catalog, goal
         self.passages = joined_passages(ladder.catalog)
@@ -84,7 +85,7 @@ class BlendPlan:
 
     @property
     def least_loss(self) -> float:
-        """Lowest expected loss of any option, with the best possible cache."""
+        """Lowest expected loss of any option, if all groups are on their best tracks."""
         return min(option.fusion for option in self.options)
 
     def fusion(self, coverage: Sequence[str], share: float) -> float | None:
@@ -92,14 +93,14 @@ class BlendPlan:
         return fusion_loss(self._catalog, coverage, share)
 
     def loss(self, coverage: Sequence[str], codec: float, share: float) -> float:
-        """Return a cache's expected loss after recomputing a share, nats per generated token.
+        """Return a cache's expected loss after recomputing a share of tokens, in nats per generated token.
 
-        ``codec`` is the loss before that, without joining.
+        ``codec``: the loss of its tracks before that, without the loss from joining.
         """
         return (1 - share) * codec + (self.fusion(coverage, share) or 0.0)
 
     def reserve_s(self, left_s: float, received: int, rate: float) -> float:
-        """Return the seconds before the deadline in which recomputing tokens gains more than fetching the last layers.
+        """Return the seconds before the deadline in which recomputing tokens gains more than fetching further layers.
 
         ``rate`` in bytes per second, 0.0 if unknown.
         """
@@ -118,7 +119,7 @@ class BlendPlan:
         return best
 
     def ahead(self, number: int) -> BlendOption | None:
-        """Return a passage's tokens worth computing in its publisher's order, or None."""
+        """Return the tokens of a passage to recompute in its publisher's order, or None if that does not pay."""
         cost, passage = self._cost, self.passages[number]
         if cost is None or passage.notes is None or not passage.notes.order or len(self.options) < 2:
             return None
@@ -130,14 +131,14 @@ class BlendPlan:
         return BlendOption(_ORDERED_SHARE, tokens, seconds, 0.0)
 
     def tokens_left(self, coverage: Sequence[str]) -> int:
-        """Return the number of passage tokens outside computed groups."""
+        """Return the number of passage tokens that the engine has not computed."""
         groups = (group for one in self.passages for group in one.groups if coverage[group] != RECOMPUTED)
         return sum(self._catalog.unit(group).tokens for group in groups)
 
     def best(self, left_s: float, coverage: Sequence[str], codec: float, *, chosen: bool) -> BlendOption | None:
         """Return the best option for a cache in place, or None if all exceed the loss limit.
 
-        ``codec`` is as in `loss`; ``chosen``: True if the tokens are chosen already.
+        ``codec`` as in `loss`; ``chosen``: True if the tokens are chosen already.
         """
         found, least = None, math.inf
         for option in self.options if self.tokens_left(coverage) else self.options[:1]:
@@ -153,7 +154,7 @@ class BlendPlan:
 
     def _worth(self, option: BlendOption, loss: float) -> float:
         if self._goal.share is not None:
-            return -option.share * MISS_PENALTY  # the user's choice; being late is worse than any share
+            return -option.share * MISS_PENALTY  # the user's choice: a larger share outweighs the price of being late
         return loss + self._price * option.seconds
 
     def _shares(self) -> list[float]:
@@ -163,7 +164,7 @@ class BlendPlan:
         return _thinned({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
 
     def _codec(self, nbytes: float, share: float) -> float:
-        """Return the lowest codec loss if ``nbytes`` arrive, or that of a miss; recomputed tokens have none."""
+        """Return the lowest codec loss if ``nbytes`` arrive; if the base does not fit, the price of a miss and more."""
         if nbytes < self._base_bytes:
             return MISS_PENALTY + self._losses[0] * (2 - nbytes / self._base_bytes)
         return (1 - share) * self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]

@@ -1,4 +1,4 @@
-"""The engine's queue: the groups left to it, and when it starts to compute them."""
+"""The engine's queue: the groups assigned to it, and when it starts to compute them."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from kvabr.types.engine import EngineMode
 _MAX_LATE_FACTOR = 1.25
 """Multiple of the deadline after which a tail ends far too late."""
 _MIN_START_SHARE = 0.5
-"""Share of the deadline before which such a tail never starts."""
+"""Fraction of the deadline before which such a tail never starts."""
 
 
 class ComputeQueue:
-    """The groups that the engine is computing, and those left to it."""
+    """The groups that the engine is computing, and those assigned to it."""
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
         self._cost, self._mode, self._view, self.tick_s = cost, mode, view, tick_s
         self.planned: range = range(0)
-        """Groups left to the engine until the next event."""
+        """Groups assigned to the engine until the next plan."""
         self.chosen = GroupSet(view.groups, ())
-        """Groups left to the engine for good."""
+        """Groups assigned to the engine permanently."""
         self.left = GroupSet(view.groups)
-        """Groups neither received, nor being computed, nor in `chosen`."""
+        """Groups that have not arrived, are not being computed, and are not in `chosen`."""
         self.computing: tuple[int, int] | None = None
-        """First and end of the groups being computed."""
+        """First group being computed, and the one after the last; None if idle."""
         self.started_s = 0.0
         self._free_s = 0.0
         self._by_policy = False
         self._waiting, self._waiting_s = 0, 0.0
-        """Number of `chosen` groups not started, and their seconds."""
+        """Number of `chosen` groups not started, and the seconds that they take."""
         self._found: Plan | None = None
-        self._kept, self._kept_s = 0, 0.0
-        """Remaining events (`View.keeps`), and time, until the search is repeated."""
+        self._reuses, self._reuse_until_s = 0, 0.0
+        """Number of events for which the plan is reused (`View.keeps`), and the time after which it is not."""
         self._each: list[int] = []
-        """Nanoseconds of each group alone; integers, so that sums are exact."""
+        """Nanoseconds that each group takes alone; integers, so that sums are exact."""
         self._sums: list[int] = []
 
     def backlog_s(self, now: float) -> float:
-        """Return the seconds until the engine has finished its groups and all of `chosen`."""
+        """Return the seconds until the engine has finished its current groups and all of `chosen`."""
         running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
         if self.tail < self._view.groups and not self._view.catalog.every_token:
             return running + (0.0 if self.computing else self._seconds(self.tail, self._view.groups))
@@ -55,36 +55,36 @@ class ComputeQueue:
 
     @property
     def busy(self) -> bool:
-        """True if the engine is computing, or groups are left to it."""
+        """True if the engine is computing, or has groups assigned."""
         return self.computing is not None or self.waiting()
 
     def waiting(self) -> bool:
-        """Return whether groups left to the engine have not started."""
+        """Return True if assigned groups have not started."""
         return bool(self.planned) or bool(self.chosen)
 
     def computes(self, group: int) -> bool:
-        """Return whether the engine is computing a group now."""
+        """Return True if the engine is computing a group now."""
         return self.computing is not None and self.computing[0] <= group < self.computing[1]
 
     def takes(self, group: int) -> bool:
-        """Return whether an absent group is left to the engine and hidden from the policy."""
+        """Return True if an absent group is assigned to the engine, and so hidden from the policy."""
         return group in self.planned or group in self.chosen or group in self._here() or group >= self.tail
 
     @property
     def tail(self) -> int:
-        """First group of the tail left to the engine for good; the number of groups if none."""
+        """First group of the tail assigned to the engine permanently; the number of groups if there is none."""
         first = self.chosen.first() if self._mode == "suffix" else None
         return self._view.groups if first is None else self._view.catalog.cut(first)
 
     def absent(self, group: int, *, absent: bool) -> None:
-        """Record whether a group is absent."""
+        """Record whether a group has neither arrived nor is being computed."""
         if absent and group not in self.chosen:
             self.left.add(group)
         else:
             self.left.discard(group)
 
     def choose(self, groups: Iterable[int], *, by_policy: bool = False) -> None:
-        """Leave groups to the engine for good; ``by_policy``: by the policy, so a tail need not wait."""
+        """Assign groups to the engine permanently; ``by_policy``: the policy did it, so a tail need not wait."""
         self._by_policy = self._by_policy or by_policy
         for group in groups:
             if group not in self.chosen:
@@ -100,27 +100,27 @@ class ComputeQueue:
     def replan(self, now: float, *, dead: bool = False) -> tuple[list[int], Plan | None]:
         """Plan again which groups the network will not deliver in time.
 
-        Return the groups added to or removed from `planned`, and the plan.
+        Return the groups added to or removed from `planned`, and the plan; ``dead``: assume a dead link.
         """
         if self.computing is not None and self._mode == "suffix":
             return [], None
         rest = Rest(self._view, self._cost, self.left, self._free_s, dead=dead)
         if rest.in_time:
-            self._found, self._kept = None, 0
-        elif dead or not self._kept or now >= self._kept_s:
+            self._found, self._reuses = None, 0
+        elif dead or not self._reuses or now >= self._reuse_until_s:
             self._found = rest.plan(self._mode)
-            self._kept, self._kept_s = self._view.keeps, now + self.tick_s
+            self._reuses, self._reuse_until_s = self._view.keeps, now + self.tick_s
         else:
-            self._kept -= 1
+            self._reuses -= 1
         found, before = self._found, self.planned
         self.planned = range(0) if found is None else range(found.first, found.last)
         return [*_without(before, self.planned), *_without(self.planned, before)], found
 
     def overdue(self, now: float, absent: GroupSet) -> bool:
-        """Return whether the network is later than the engine would take; lost bytes always look imminent."""
+        """Return True if the play is late by more than the engine would take; lost bytes always look imminent."""
         late_s, first = now - self._view.deadline_s, absent.first()
         if first is None or late_s < 0:
-            return False  # the usual case, without summing the engine's times
+            return False  # the usual case, without computing the engine's times
         if self._mode == "suffix":
             return late_s >= self._seconds(self._view.catalog.cut(first), self._view.groups)
         self._add_up()
@@ -151,14 +151,14 @@ class ComputeQueue:
         for group in range(first, last):
             if group in self.chosen:
                 self._wait(group, -1)
-        self.computing, self.started_s, self._kept = (first, last), now, 0
+        self.computing, self.started_s, self._reuses = (first, last), now, 0
         self._free_s = now + self._seconds(first, last)
 
     def finish(self) -> float:
         """Record the end of a computation; return when it started."""
         for group in self._here():
             self.chosen.discard(group)
-        self.computing, self._kept = None, 0
+        self.computing, self._reuses = None, 0
         return self.started_s
 
     def _seconds(self, first: int, last: int) -> float:
@@ -166,7 +166,7 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: GroupSet) -> int:
-        """Return the next run's end: short if there is time to re-plan, everything if only that is in time."""
+        """Return the end of the next run: short if there is time to plan again, everything if only that is in time."""
         last, end = first + 1, absent.gap(first)
         while last < end and (last in self.planned or last in self.chosen):
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))
@@ -175,13 +175,13 @@ class ComputeQueue:
         return last if self._seconds(first, last) <= in_time < one_by_one else self._least_run(first, last, in_time)
 
     def _least_run(self, first: int, last: int, in_time: float) -> int:
-        """Return the end of the shortest run that is not mostly constant cost, or a shorter one to be in time."""
+        """Return the end of the shortest run whose cost is not mostly constant, or of a shorter one to be in time."""
         if last - first < 2:
             return last
         constant_s = 2 * self._seconds(first, first + 1) - self._seconds(first, first + 2)
         if constant_s <= 0:
             return first + 1
-        # Searched, because calls of one and two groups may take equally long.
+        # Search for it, since calls of one and two groups may take equally long.
         seconds, ends = partial(self._seconds, first), range(first + 1, last + 1)
         count = 1 + bisect_left(ends[:-1], MIN_CALL * constant_s, key=seconds)
         return first + (bisect_right(ends[:count], in_time, key=seconds) or count)
@@ -195,7 +195,7 @@ class ComputeQueue:
     def _last_call(self, first: int, now: float) -> bool:
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
         if now + seconds > _MAX_LATE_FACTOR * deadline_s and first != self.tail:
-            # A started tail cannot be shortened. If the link has delivered any bytes, waiting is the better bet.
+            # A tail cannot be shortened once started. If the link has delivered any bytes, waiting is the better bet.
             view = self._view
             alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())
             return now >= (deadline_s if alive else _MIN_START_SHARE * deadline_s)

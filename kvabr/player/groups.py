@@ -3,12 +3,12 @@
 A group's `Stage` follows from its layers, the track in place, and the engine's queue. `Groups.restage` updates it, and
 the sets that policies and planners read.
 
-In the `DecodeQueue`, missing groups are decoded first, groups that the policy will replace last. A group with more
-layers in flight waits briefly so that all are decoded together, unless time is short or an engine needs everything
-before its own groups.
+The `DecodeQueue` decodes missing groups first, and groups that the policy will replace last. A group with more layers
+in flight waits briefly, so that they are decoded together, unless time is short or an engine needs everything before
+its own groups.
 
 Decoding time (`DecodeRates`) is a latency per batch plus seconds per group. A CPU decodes groups one by one without
-latency; a GPU decodes all received groups together. Every decoded group corrects the seconds for all tracks of its
+latency; a GPU decodes all received groups together. Every decoded group corrects the seconds of all tracks of its
 family.
 """
 
@@ -29,18 +29,18 @@ from kvabr.types.errors import UsageError
 
 
 class Stage(IntEnum):
-    """Stage of a group; up to `LEFT` it has no independently decodable layer."""
+    """Stage of a group; up to `LEFT`, it has no independently decodable layer."""
 
     UNPUBLISHED = 0
     MISSING = 1
     REQUESTED = 2
     LEFT = 3
-    """Left to the engine; may be in flight too."""
+    """Assigned to the engine; may also be in flight."""
     COMPUTING = 4
     ARRIVED = 5
     """Its base has arrived."""
     PLACED = 6
-    """Upgrades may be in flight."""
+    """In place; upgrades may be in flight."""
     COMPUTED = 7
 
 
@@ -54,20 +54,20 @@ TRANSITIONS: Mapping[Stage, Sequence[Stage]] = {
     Stage.PLACED: (Stage.COMPUTING,),
     Stage.COMPUTED: (),
 }
-"""Possible next stages. Failed or cancelled groups fall back, as do those of a failed engine."""
+"""Possible next stages. Groups fall back after a failure or cancellation, or if the engine fails."""
 
 
 class GroupProgress:
     """The transfers of one group that are not in place yet.
 
-    The best track with all layers received is decoded in one batch. Layers that it replaces are kept until then, in
-    case it proves damaged.
+    The best track whose layers have all arrived is decoded in one batch. Layers that it replaces are kept until then,
+    in case it is damaged.
     """
 
     __slots__ = ("_stacks", "arrived", "decoding", "flying")
 
     def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
-        """``stacks`` maps each track to its layers (`Ladder.stacks`)."""
+        """``stacks``: layers of each track (`Ladder.stacks`)."""
         self._stacks = stacks
         self.flying: tuple[Transfer, ...] = ()  # empty tuples are not tracked by the garbage collector
         self.arrived: tuple[Transfer, ...] = ()
@@ -79,11 +79,11 @@ class GroupProgress:
         return not (self.flying or self.arrived or self.decoding)
 
     def has(self, tracks: Container[str]) -> bool:
-        """Return whether any of these tracks has arrived or is being decoded."""
+        """Return True if any of these tracks has arrived or is being decoded."""
         return any(transfer.track in tracks for transfer in (*self.arrived, *self.decoding))
 
     def top(self) -> str | None:
-        """Return the last requested track in transfer, or None."""
+        """Return the last requested track, first of those in flight, or None."""
         for transfers in (self.flying, self.arrived, self.decoding):
             if transfers:
                 return max(transfers, key=lambda one: one.request).track
@@ -116,7 +116,7 @@ class GroupProgress:
         return self.decoding
 
     def end_decoding(self) -> tuple[Transfer, ...]:
-        """Take the decoded batch."""
+        """Remove and return the decoded batch."""
         batch, self.decoding = self.decoding, ()
         return batch
 
@@ -125,11 +125,11 @@ class GroupProgress:
         self.flying = tuple(one for one in self.flying if one is not transfer)
 
     def drop(self, transfer: Transfer) -> None:
-        """Forget a transfer that has arrived."""
+        """Remove a transfer that has arrived."""
         self.arrived = tuple(one for one in self.arrived if one is not transfer)
 
     def superseded(self, placed: Transfer) -> list[Transfer]:
-        """Return received layers that ``placed`` makes useless: older, and not above it."""
+        """Return received layers that ``placed`` makes useless: requested earlier, and not refining it."""
         return [
             transfer
             for transfer in self.arrived
@@ -137,14 +137,14 @@ class GroupProgress:
         ]
 
     def above(self, track: str) -> list[Transfer]:
-        """Return transfers useless without ``track``, highest first."""
+        """Return the transfers that need ``track`` below them, highest first."""
         others = (*self.arrived, *self.flying)
         found = [one for one in others if one.track != track and track in self._stacks[one.track]]
         return sorted(found, key=lambda one: -len(self._stacks[one.track]))
 
 
 class Groups(dict[int, GroupProgress]):
-    """A play's groups; maps groups with transfers to their progress."""
+    """The groups of a play; maps groups with transfers to their progress."""
 
     def __init__(self, view: View, records: GroupRecords) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Groups(dict[int, GroupProgress]):
         self.engine: ComputeQueue | None = None
         self._stages = bytearray([Stage.MISSING]) * view.groups
         self.absent = GroupSet(view.groups)
-        """Groups that have not arrived and are not being computed; may be in flight."""
+        """Groups that have not arrived and are not being computed; they may be in flight."""
         self.in_place = 0
 
     def __missing__(self, group: int) -> GroupProgress:
@@ -169,12 +169,12 @@ class Groups(dict[int, GroupProgress]):
         return self.in_place == self._view.groups
 
     def rest(self, group: int) -> None:
-        """Forget the progress of an idle group."""
+        """Delete the progress of a group without transfers."""
         if group in self and self[group].idle:
             del self[group]
 
     def here(self, group: int) -> str | None:
-        """Return the track of a group, received or in place."""
+        """Return the track of a group that is received or in place, or None."""
         return self[group].here() or self._records[group].track
 
     def stage(self, group: int) -> Stage:
@@ -218,12 +218,12 @@ class Groups(dict[int, GroupProgress]):
         return Stage.MISSING if group < self._view.edge else Stage.UNPUBLISHED
 
     def settle(self, group: int) -> None:
-        """Mark a group as upgradable in the view, unless more of it is in flight."""
+        """Mark a received group as upgradable in the view, unless it has transfers in flight."""
         if self.stage(group) in (Stage.ARRIVED, Stage.PLACED) and not self[group].flying:
             self._view.settled.add(group)
 
     def fall_back(self, group: int) -> None:
-        """Update the view after a loss: the group keeps the best track in place or received."""
+        """Update the view after a loss: the group keeps its best track in flight, received or in place."""
         view, progress = self._view, self[group]
         self.restage((group,))
         stage = self.stage(group)
@@ -240,13 +240,13 @@ class Groups(dict[int, GroupProgress]):
 
 
 _WINDOW = 9
-"""Decoded groups per correction; the median tolerates four delayed ones."""
+"""Number of decoded groups per correction; their median tolerates four delayed ones."""
 _MAX_LOG = math.log(1024)
-"""Larger ratios indicate a clock that jumped or a process that slept."""
+"""Larger log ratios are clipped: a clock jumped, or a process slept."""
 
 
 def family(track: str) -> str:
-    """Return a track's family, which shares a decoder: the part before the first hyphen."""
+    """Return a track's family, whose tracks share a decoder: the name up to the first hyphen."""
     return track.partition("-")[0]
 
 
@@ -259,7 +259,7 @@ class DecodeRates:
         measured: Mapping[str, float] | None = None,
         latencies: Mapping[str, float] | None = None,
     ) -> None:
-        """Start with the catalog's default times.
+        """Start with the times in the catalog.
 
         ``measured``: seconds to check and decode each further full group of a batch, by track; ``latencies``:
         additional seconds per batch, by family. Raises `UsageError` for impossible times.
@@ -293,18 +293,18 @@ class DecodeRates:
         return self._latencies.get(family(track), 0.0)
 
     def correction(self, track: str) -> float:
-        """Return the ratio of actual decoding time to the table's."""
+        """Return the ratio of observed to expected decoding times."""
         observed = self._observed.get(family(track))
         if observed is None:
-            # A machine that is slow for one family is likely slow for all.
+            # A machine that is slow for one family is probably slow for all.
             others = [median(other) for other in self._observed.values()]
             return math.exp(median(others)) if others else 1.0
         return math.exp(median(observed))
 
     def observe(self, track: str, share: float, seconds: float) -> None:
-        """Record a decoding time, with the layers below ``track``; ignore nonsense, as after a clock was set back.
+        """Record the time to decode a group up to ``track``; ignore impossible times, as after a clock change.
 
-        ``share``: the group's tokens over a full group's; ``seconds``: of one thread, without batch latency.
+        ``share``: the group's tokens as a fraction of a full group; ``seconds``: of one thread, without batch latency.
         """
         if not (0 < seconds < math.inf and share > 0):
             return
@@ -318,14 +318,14 @@ class DecodeRates:
 
 
 class SharedDecodeRate:
-    """Decode rates of a play that shares the decoders equally with others."""
+    """Decode rates of a play that shares the decoders with others."""
 
     def __init__(self, rates: DecodeRates, plays: Callable[[], int]) -> None:
         """``plays`` returns the number of plays, including this one."""
         self._rates, self._plays = rates, plays
 
     def seconds(self, track: str) -> float:
-        """Return the seconds with this play's share of the decoders."""
+        """Return the seconds to decode a full group, if the decoders are shared equally."""
         return self._rates.seconds(track) * self._plays()
 
     def latency(self, track: str) -> float:
@@ -333,47 +333,47 @@ class SharedDecodeRate:
         return self._rates.latency(track)
 
     def observe(self, track: str, share: float, seconds: float) -> None:
-        """``seconds`` excludes waits for other plays."""
+        """``seconds`` excludes waiting for other plays."""
         self._rates.observe(track, share, seconds)
 
 
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
-"""Longest wait for a group's other layers: share of the deadline, and seconds."""
+"""Maximum wait for a group's other layers, as a fraction of the deadline and in seconds."""
 _MAX_WAIT_FACTOR = 4.0
-"""Multiple of that wait after which later requests no longer extend it."""
+"""Multiple of this wait beyond which later requests do not extend it."""
 _MAX_INSPECTED = 64
 
 _MAX_HANDED = 32
 _MAX_DIRECT_SHARE = 0.2
-"""Share of a decoder's queue; quicker groups are decoded at once, even if they may be replaced."""
+"""Fraction of a decoder's queue. Groups that take less are decoded at once, even if they may be replaced."""
 _RECHECK_SHARE = 0.125
-"""Share of the longest wait until deferred groups are inspected again."""
+"""Fraction of the maximum wait after which deferred groups are inspected again."""
 
 Kind = tuple[bool, bool]
-"""True if a group is in place, and if more of it is in flight."""
+"""Two flags: the group is in place; it has transfers in flight."""
 
 
 class DecodeQueue:
-    """The decodable groups of one play."""
+    """The groups of one play that can be decoded."""
 
     def __init__(
         self, view: View, progress: Mapping[int, GroupProgress], ahead_s: float = 0.0, *, together: bool = False
     ) -> None:
-        """See `PlayerConfig` for ``ahead_s`` and ``together``."""
+        """``ahead_s`` and ``together``: see `PlayerConfig`."""
         self._view, self._progress, self._ahead_s, self._together = view, progress, ahead_s, together
         self._waiting: dict[int, int] = {}
         self._placed = bytearray(view.groups)
         self._heaps: dict[Kind, list[tuple[int, int, int]]] = {
             (placed, flying): [] for placed in (False, True) for flying in (False, True)
         }
-        """Heaps of (place, group, arrival number); entries become stale when the group changes."""
+        """Heaps of (order, group, arrival number); entries become stale when the group changes."""
         self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
         self._aside_for, self._aside_s = 0, 0.0
-        """Remaining calls (`View.keeps`), and time, until deferred entries are inspected again."""
+        """Number of calls (`View.keeps`), and the time, until deferred entries are inspected again."""
         self._arrivals = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
-        """Undecoded batches by top track, which includes all below it; with groups in place if decoding is last."""
+        """Number of batches to decode, by their top track; includes groups in place if decoding is last."""
         self._handed: dict[int, float] = {}
         self._handed_s = 0.0
         self.decoding: dict[int, Transfer] = {}
@@ -386,7 +386,7 @@ class DecodeQueue:
         return len(self._waiting)
 
     def update(self, group: int, placed: str | None) -> None:
-        """Update after a change in a group's received or decoding layers."""
+        """Update a group whose received or decoding layers have changed."""
         progress = self._progress[group]
         stacked = progress.decodable(placed)
         tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
@@ -408,7 +408,7 @@ class DecodeQueue:
         self.reckon()
 
     def moved(self, group: int) -> None:
-        """Requeue a waiting group after a change in flight."""
+        """Requeue a waiting group whose transfers in flight have changed."""
         if (number := self._waiting.get(group)) is not None and not self._progress[group].decoding:
             place = group if self._view.front_first else number
             heappush(self._heaps[self._kind(group)], (place, group, number))
@@ -434,7 +434,7 @@ class DecodeQueue:
         return batch
 
     def end(self, request: int) -> tuple[Transfer, ...]:
-        """Return a request's batch after decoding or a failure."""
+        """Return the batch of a request, after decoding or a failure."""
         if (transfer := self.decoding.get(request)) is None:
             return ()
         batch = self._progress[transfer.group].end_decoding()
@@ -459,7 +459,7 @@ class DecodeQueue:
     def next(self, now: float, *, urgent: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
         """Return the group to decode next, or None.
 
-        ``urgent``: start now to be in time; ``engine``: an engine needs everything before its groups.
+        ``urgent``: decoding must start now to be in time; ``engine``: an engine needs all groups before its own.
         """
         if urgent or self._aside_for == 0 or now >= self._aside_s:
             self._look_again(now)
@@ -473,7 +473,7 @@ class DecodeQueue:
 
             def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
                 if not urgent and any(transfer.local for transfer in self._progress[group].flying):
-                    return False  # the local store delivers the layers above shortly
+                    return False  # the local store delivers the layers above soon
                 return at_once or (first and self._decodes_at_once(group)) or self._waited(group, now)
 
             for flying, suits in ((False, settled), (True, waited)):

@@ -1,4 +1,4 @@
-"""The policy of a play: loaded, given the groups of the local store first, and its decisions checked.
+"""The policy of a play: loaded, offered the groups of the local store first, and its decisions checked.
 
 Errors name the policy, its file and its line.
 """
@@ -25,14 +25,14 @@ _KINDS = frozenset(get_args(Kind))
 
 
 def new_estimator(policy: str, estimator: str | None = None) -> Estimator:
-    """Return a fresh estimator, named or preferred by the policy; see `load_estimator`."""
+    """Return a new estimator, by name or as preferred by the policy; see `load_estimator`."""
     return load_estimator(estimator or load_policy(policy)().estimator)()
 
 
 def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
-    """Return the offer that a separate instance of a policy takes before the play, given the `tail_costs`.
+    """Return the offer that a separate instance of a policy accepts before the play; ``costs`` are from `tail_costs`.
 
-    Raises `PolicyError` if there is no such policy, or it raises, or takes none of them.
+    Raises `PolicyError` if there is no such policy, or if it raises or accepts none of them.
     """
     if len(offers) == 1:
         return offers[0]
@@ -40,20 +40,20 @@ def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]
 
 
 class PolicyCalls:
-    """Calls a policy; every method raises `PolicyError` if it raises or misbehaves."""
+    """Calls a policy; methods raise `PolicyError` if the policy raises or returns something invalid."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
-        """Return the offer that the policy takes."""
+        """Return the offer that the policy accepts."""
         index = self._call(partial(self.policy.choose_tail, offers, costs))
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(offers):
             raise self.invalid(f"must choose a tail from 0 to {len(offers) - 1}, got {index!r}")
         return offers[index]
 
     def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
-        """Return an error that names policy, fault and file."""
+        """Return an error that names the policy, its fault and its file."""
         title = self.policy.name or type(self.policy).__name__
         return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
 
@@ -74,11 +74,11 @@ class PolicyGuard(PolicyCalls):
         self._view = view
 
     def start(self) -> None:
-        """Start the policy, which may refuse."""
+        """Start the policy, which may refuse the play."""
         self._call(partial(self.policy.start, self._view))
 
     def next_decision(self) -> Decision:
-        """Return the policy's next decision, checked."""
+        """Return the policy's next decision, after checking it."""
         decision = self._call(partial(self.policy.decide, self._view))
         if (fault := self._fault(decision)) is not None:
             raise self.invalid(fault)
@@ -94,7 +94,7 @@ class PolicyGuard(PolicyCalls):
         return found
 
     def will_replace(self, group: int) -> bool:
-        """Return whether the policy will request another track for a group."""
+        """Return True if the policy will request another track for a group."""
         if type(self.policy).will_replace is Policy.will_replace:
             return False
         return bool(self._call(partial(self.policy.will_replace, self._view, group)))
@@ -152,13 +152,13 @@ def _is_table(value: Any) -> bool:
 
 
 CachedGroups = Callable[[TrackNamespace, str], Collection[int]]
-"""Returns the stored groups of a track, numbered as published (see `Catalog.offset`)."""
+"""Function that returns the stored groups of a track, numbered as published (see `Catalog.offset`)."""
 
 
 def policy_of(
     policy: Policy | str, catalog: Catalog, stored: CachedGroups | None = None, *, prefix: bool = False
 ) -> Policy:
-    """Return the policy of a play, by its name or itself, which may first take ``stored`` groups; see `Session`."""
+    """Return the policy of a play, from a name or an object, which may first take ``stored`` groups; see `Session`."""
     made = load_policy(policy)() if isinstance(policy, str) else policy
     if prefix and made.computes:
         raise UsageError(
@@ -169,11 +169,11 @@ def policy_of(
 
 
 def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Policy:
-    """Wrap the policy in a `CacheFirst` if it can build on stored groups, or return it unchanged."""
+    """Return the policy wrapped in a `CacheFirst` if it can continue from stored groups, else unchanged."""
     if not policy.takes_cached:
         return policy
-    kept = {track.name: _stored(catalog, track.name, stored) for track in catalog.tracks}
-    return CacheFirst(policy, kept) if any(kept.values()) else policy
+    stored_groups = {track.name: _stored(catalog, track.name, stored) for track in catalog.tracks}
+    return CacheFirst(policy, stored_groups) if any(stored_groups.values()) else policy
 
 
 def _stored(catalog: Catalog, track: str, stored: CachedGroups) -> frozenset[int]:
@@ -193,14 +193,14 @@ def _stored(catalog: Catalog, track: str, stored: CachedGroups) -> frozenset[int
 
 
 class CacheFirst(Policy):
-    """Takes the best stored version of every group, then follows another policy."""
+    """Requests the best stored track of every group, then follows another policy."""
 
-    def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
-        """Wrap a policy; ``kept``: the stored groups of each track."""
-        self._inner, self._kept = inner, kept
+    def __init__(self, inner: Policy, stored_groups: dict[str, frozenset[int]]) -> None:
+        """Wrap a policy; ``stored_groups``: by track."""
+        self._inner, self._stored_groups = inner, stored_groups
         self._wanted: deque[tuple[int, str]] = deque()
-        """Groups not requested yet, with their best stored track; the layers below are stored, too."""
-        # Present the attributes of the wrapped policy.
+        """Groups still to request, each with its best stored track; the layers below it are stored, too."""
+        # Copy the attributes of the wrapped policy.
         for name in ("name", "estimator", "abandons", "paces", "computes"):
             vars(self)[name] = getattr(inner, name)
 
@@ -210,7 +210,7 @@ class CacheFirst(Policy):
             costs = [
                 (view.catalog.track(layers[-1]).loss[group], view.decode_s(layers[-1]), layers[-1])
                 for layers in stacks
-                if all(group in self._kept[layer] for layer in layers)
+                if all(group in self._stored_groups[layer] for layer in layers)
             ]
             if costs:
                 self._wanted.append((group, min(costs)[2]))

@@ -1,7 +1,7 @@
 """The longest prefix of a prompt that is completely in place, for any layer classes.
 
 It needs every group of full attention and latents, the window groups still visible at its end, and the state snapshot
-there. With windows, the end of a prompt can be complete without its beginning.
+there. So with windows, the end of a prompt can be complete although its beginning is missing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class PlacedPrefix(NamedTuple):
     """The usable part of an incomplete cache."""
 
     tokens: int
-    """Counted from the catalog's first."""
+    """Number of tokens, counted from the catalog's first."""
     groups: tuple[int, ...]
-    """Groups of the prefix, ascending."""
+    """Indices of its groups, ascending."""
     spans: tuple[Span, ...]
-    """Tokens of the prefix in each class's tensor."""
+    """Tokens of the prefix in the tensor of each layer class."""
 
 
 def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -> PlacedPrefix:
     """Return the longest prefix that is in place and ends at the end of a group of tokens.
 
-    ``placed``: per group, a true value if it is in place; later groups are not. ``block``: the prefix must end at a
-    multiple of this many tokens of the prompt, possibly inside a group.
+    ``placed``: per group, a true value if it is in place; groups beyond its end are not. ``block``: the prefix must end
+    at a multiple of this many tokens of the prompt, possibly inside a group.
     """
     first, size = catalog.first_token, catalog.spec.group_tokens
     if catalog.every_token:
@@ -68,7 +68,7 @@ def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> Placed
 
 
 def prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
-    """Return a prefix's expected loss on these tracks, if the engine computes the others."""
+    """Return a prefix's expected loss on these tracks, nats per generated token, if the engine computes the rest."""
     if not found.groups:
         return 0.0
     if catalog.every_token:

@@ -1,18 +1,20 @@
 """The requests of a play: their priorities, which to cancel, and which tracks are still available.
 
-Priorities range from 0 (most urgent) to 255. Required groups are first, in request order: those on the cheapest track,
-then others, unless the first groups are needed first. Upgrades follow, by loss saved per byte, on one scale for all
-plays of a connection. One overtakes an older one in flight only if it saves many times as much per byte, because two
-halves are worthless.
+Priorities range from 0 (most urgent) to 255. Required groups are first, in order of request: those on the cheapest
+track, then others, unless the engine needs the first groups first. Upgrades follow, by loss saved per byte, on one
+scale for all plays of a connection. An upgrade overtakes one in flight only if it saves many times as much per byte,
+because two halves are worthless.
 
-Abandoning follows dash.js and hls.js, applied to a deadline and the whole play. If everything in flight plus every
-missing group at its cheapest cannot arrive in time, cancel the transfer that frees the most bytes when replaced by the
-cheapest track, if replacing all such transfers meets the deadline, or ends a late play sooner. Layers requested with a
-base count like it; other upgrades only if their first byte arrived when a required transfer was due, as not every peer
-respects priorities. Once only upgrades are in flight, cancel one that cannot end in time if a smaller one can.
+Abandoning follows dash.js and hls.js, applied to a deadline and the whole play. If everything in flight, plus every
+missing group on its cheapest track, cannot arrive in time, the transfer is cancelled that frees the most bytes when
+replaced by the cheapest track, if replacing all such transfers meets the deadline or ends a late play sooner. Layers
+requested with a base count as part of it. Other upgrades count only if their first byte arrived when a required
+transfer was due, since not every peer respects priorities. Once only upgrades are in flight, one that cannot arrive in
+time is cancelled if a smaller one can.
 
-A publisher serves requests by priority, by age, or all alike, so a transfer has stalled only if a less urgent, later
-one overtook it and it stays silent. If no transfer moves, a repeated transfer proves a fault only if it stalls too.
+A publisher may serve requests by priority, by age, or all alike. So a transfer counts as stalled only if a less urgent,
+later one overtook it and it stays silent. If no transfer moves, stalled transfers are repeated, and only those that
+stall again prove a fault of the publisher.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ DEARER_PRIORITY = 64
 UPGRADE_PRIORITY = 128
 """First priority of upgrades, after all required groups."""
 _OCTAVE = 3.0
-"""Priorities per factor of two in loss saved per byte."""
+"""Number of priorities per factor of two in loss saved per byte."""
 _OVERTAKES, _OVERTAKES_HELD = 24, 9
-"""Priority difference for overtaking an older upgrade, and for overtaking a third that waits for it, lest slightly
-better upgrades starve both."""
+"""Priority difference for overtaking an older upgrade, and for overtaking one that itself waits for an older upgrade,
+so that slightly better upgrades do not starve them."""
 _MAX_WORTH = 2.0**-12
-"""Nats per generated token and byte saved at the most urgent priority; the least urgent is 1e-17."""
+"""Nats per generated token saved per byte at the most urgent priority of upgrades; at the least urgent, 1e-17."""
 
 
 def upgrade_priority(saved: float, nbytes: int) -> int:
@@ -56,21 +58,21 @@ class RequestPriorities:
         self._groups = groups
         self._places: dict[int, int] = {}
         self._last = (-1, UPGRADE_PRIORITY, UPGRADE_PRIORITY)
-        """Last requested upgrade, its priority, and the priority that its savings merit."""
+        """Last requested upgrade, its priority, and the priority that its own savings give."""
 
     def required(self, group: int, *, dearer: bool) -> int:
-        """Return a missing group's priority, the same for every request.
+        """Return the priority of a missing group, the same for all of its requests.
 
-        ``dearer``: the track is not the cheapest, so other groups need not wait for it.
+        ``dearer``: the track is not the cheapest, so other groups on the cheapest track go first.
         """
-        # The policy requests the groups that the engine needs first.
+        # If an engine needs the first groups first, the policy requests them first.
         place = self._places.setdefault(group, len(self._places)) * DEARER_PRIORITY // self._groups
         return DEARER_PRIORITY + place if dearer else place
 
     def upgrade(self, request: int, saved: float, nbytes: int, in_flight: Container[int]) -> int:
         """Return the priority of an upgrade; see `upgrade_priority`.
 
-        ``nbytes`` includes lower layers in the same request; ``in_flight``: numbers of the requests in flight.
+        ``nbytes`` includes lower layers of the same upgrade; ``in_flight``: numbers of the requests in flight.
         """
         before, least, worth = self._last
         own = priority = upgrade_priority(saved, nbytes)
@@ -83,22 +85,22 @@ class RequestPriorities:
 # -------------------------------------------------------------- which to cancel
 
 _OVERDUE_FACTOR = 2.0
-"""Multiple of the usual time to first byte until one is overdue."""
+"""Multiple of the usual time to first byte after which a first byte is overdue."""
 _MARGIN = 1.05
-"""Multiple of the time left that the rest must need before a transfer is abandoned: estimates fluctuate."""
+"""Multiple of the time left that the rest must exceed before a transfer is abandoned, since estimates fluctuate."""
 _NEXT_OVERDUE_FACTOR = 0.7
-"""Same, for further transfers at that moment: the rate may be overestimated."""
+"""The same for further transfers abandoned at the same time, since the rate may be overestimated."""
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
-"""A link below this share of its best rate has collapsed, if required bytes need that share of the time left; size
-ratio of a much smaller track."""
+"""A link has collapsed if its rate is below the first fraction of its best, and required bytes need more than the
+second fraction of the time left. Last: size ratio to a much smaller track."""
 _MIN_REPLACED_SAVING = 0.2
-"""Least savings of replaced upgrades, as a share of their cost."""
+"""Minimum savings by replacing upgrades, as a fraction of their cost."""
 
 MIN_SILENCE_S = 0.2
-"""Silence that proves no fault: machines are often busy that long."""
+"""Minimum seconds of silence for a fault: machines are often busy for less."""
 _OVERTAKEN_TTFB = 3.0
 _SILENT_TTFB = 4.0
-"""Least silence of a stall, in usual times to first byte."""
+"""Minimum silence of a stall, as a multiple of the usual time to first byte."""
 
 
 def choose_late(
@@ -115,7 +117,7 @@ def choose_late(
         return None  # see `choose_hopeless`
     limit_s, decode_s = (_NEXT_OVERDUE_FACTOR if begun else _MARGIN) * view.time_left, view.last_decode_s(cheapest.name)
     if (view.outstanding_bytes + view.floor_bytes()) / view.rate + decode_s <= limit_s:
-        return None  # the usual case, without inspecting every transfer
+        return None  # the usual case, without inspecting all transfers
     due_s = view.now if not needed else next(iter(needed.values())).requested_s
     due_s += _OVERDUE_FACTOR * view.ttfb_s
     weighed = [
@@ -136,12 +138,12 @@ def choose_late(
         freed += max(0, more)
         if more > best_freed:
             best, best_freed, other = transfer, more, found or cheapest
-    # Replacing one of many large transfers never seems to pay; count all of them.
+    # Replacing only one of many large transfers never seems to pay, so count all of them.
     after_s = need_s - freed / view.rate + view.ttfb_s
     if best is None or after_s >= need_s:
         return None
     if after_s > view.time_left and view.time_left > 0 and after_s > 0.9 * need_s:
-        return None  # too late for the deadline, and hardly sooner
+        return None  # too late for the deadline, and hardly earlier
     what = "dropping an upgrade" if best.upgrade else f"switching to {other.name}"
     return (
         best,
@@ -154,10 +156,10 @@ def choose_collapsed(
 ) -> list[tuple[Transfer, str]]:
     """Return the transfers to replace after the link has collapsed, each with its smaller track.
 
-    The best rate may never return. Missing groups without a first byte cost little on the cheapest track, and can be
-    upgraded later. Once no group is missing, upgrades without a first byte are replaced by the best ones for the
-    current rate, if that pays for a round trip. ``instead`` returns a group's cheapest track left, ``here`` its track,
-    received or in place; ``best_rate`` in bytes per second.
+    The best rate may never return. Missing groups without a first byte are replaced by the cheapest track, which costs
+    little and can be upgraded later. Once no group is missing, upgrades without a first byte are replaced by the best
+    ones for the current rate, if that saves more than a round trip costs. ``instead`` returns a group's cheapest
+    available track, ``here`` its track, received or in place; ``best_rate`` in bytes per second.
     """
     needed = view.in_flight.required_bytes
     if not 0 < view.rate < _COLLAPSED * best_rate:
@@ -186,7 +188,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
         group, current = one.group, here(one.group)
         if one.first_byte_s is not None or one.local or tracks[one.track].refines or current not in tracks:
             continue
-        kept = least = cost(group, one.track, current, one.bytes)
+        present = least = cost(group, one.track, current, one.bytes)
         best = one.track
         for name in tracks:
             layers = view.layers(name, current)
@@ -197,14 +199,14 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
                 continue
             if (other := cost(group, name, current, nbytes)) < least:
                 least, best = other, name
-        total, saved = total + kept, saved + kept - least
+        total, saved = total + present, saved + present - least
         if best != one.track:
             found.append((one, best))
     return found if saved > max(_MIN_REPLACED_SAVING * total, view.time_price * view.ttfb_s) else []
 
 
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
-    """Return an upgrade that cannot end in time although a smaller one of its group can, and the reason; or None.
+    """Return an upgrade that cannot arrive in time although a smaller one of its group can, and the reason; or None.
 
     ``here`` returns a group's track, received or in place.
     """
@@ -214,7 +216,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
     ahead = 0
     for one in sorted(view.in_flight.upgrades.values(), key=lambda one: (one.priority, one.request)):
         ends_s = (ahead + one.remaining) / view.rate + view.last_decode_s(one.track)
-        # The lowest layer of a group counts: the others need it.
+        # Count from a group's lowest layer, which the others need.
         if one.group not in seen and ends_s > _MARGIN * view.time_left:
             smaller = _smaller(view, one, here(one.group), ahead)
             if smaller is not None:
@@ -226,7 +228,7 @@ def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Tran
 
 
 def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str | None:
-    """Return a better track than the current, surely in time instead of ``one``, or None."""
+    """Return a better track than ``current`` that will arrive in time in place of ``one``, or None."""
     group, tracks = one.group, view.catalog.by_name
     if current not in tracks or view.lower_bound <= 0:
         return None
@@ -242,20 +244,20 @@ def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str 
 
 
 class StallDetector:
-    """Detects stalled transfers of one play."""
+    """Detects the stalled transfers of one play."""
 
     def __init__(self, patience_s: float) -> None:
-        """Set the silence of a stall in seconds; half for an overtaken transfer."""
+        """``patience_s``: seconds of silence of a stalled transfer; half as many if it was overtaken."""
         self._patience_s = patience_s
         self._received_s: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
-        """When each transfer was overtaken; earlier silence may have been queueing."""
+        """When each transfer was overtaken; silence before that may have been queueing."""
         self._leading: dict[tuple[int, int], list[int]] = {}
-        """Heaps of requests not overtaken, by source and priority; may hold completed ones."""
+        """Heaps of requests that were not overtaken, by source and priority; completed requests may remain."""
         self._stood: set[tuple[int, str]] = set()
         self._any_s: dict[int, float] = {}
         self._known_s: float | None = None
-        """When the time to first byte became known, so that missing first bytes can be stalls."""
+        """When the time to first byte became known. From then on, a missing first byte can be a stall."""
         self._sources: set[int] = set()
 
     def requested(self, transfer: Transfer) -> None:
@@ -264,7 +266,7 @@ class StallDetector:
         heappush(self._leading.setdefault((transfer.source, transfer.priority), []), transfer.request)
 
     def received(self, transfer: Transfer, now: float) -> None:
-        """Record received bytes: the transfer has overtaken earlier, more urgent ones of its source."""
+        """Record received bytes: the transfer overtakes earlier, more urgent ones of its source."""
         self._any_s[transfer.source] = self._received_s[transfer.request] = now
         self._known_s = now if self._known_s is None else self._known_s
         if self._overtaken.pop(transfer.request, None) is not None:
@@ -275,7 +277,7 @@ class StallDetector:
                 self._overtaken[heappop(requests)] = now
 
     def waited(self, transfers: Iterable[Transfer], now: float) -> None:
-        """Restart all clocks: other plays used the link."""
+        """Restart all clocks, since other plays used the link."""
         self._any_s = dict.fromkeys(self._any_s, now)
         self._known_s = None if self._known_s is None else now
         for transfer in transfers:
@@ -287,14 +289,14 @@ class StallDetector:
     def stalled(
         self, transfers: Mapping[int, Transfer], ttfb_s: float, now: float, *, drain_s: float = 0.0
     ) -> list[tuple[Transfer, bool]]:
-        """Return the stalled transfers, each with whether the publisher is certainly at fault.
+        """Return the stalled transfers, each with True if the publisher is certainly at fault.
 
         Args:
             transfers: those in flight, by request.
             ttfb_s: the usual time to first byte, seconds.
             now: the time of the play, seconds.
-            drain_s: seconds to receive everything in flight at the current rate; overtaken transfers on a slow link may
-                wait that long.
+            drain_s: seconds to receive everything in flight at the current rate; on a slow link, overtaken transfers
+                may have to wait that long.
         """
         found: list[tuple[Transfer, bool]] = []
         if self._known_s is None:
@@ -312,10 +314,10 @@ class StallDetector:
                     one for one in transfers.values() if one.source in silent or one.request in self._overtaken
                 ]
         for transfer in looked_at:
-            turn_s = max(MIN_SILENCE_S, drain_s if nothing_s[transfer.source] < MIN_SILENCE_S else 0.0)
+            busy_s = max(MIN_SILENCE_S, drain_s if nothing_s[transfer.source] < MIN_SILENCE_S else 0.0)
             quiet_s = now - self._received_s.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
-                if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):
+                if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, busy_s):
                     found.append((transfer, True))
             elif quiet_s >= longest_s:
                 again = (transfer.group, transfer.track) in self._stood
@@ -332,8 +334,8 @@ _TRACKS = 2
 class RetryTracker:
     """The failures of one play.
 
-    A group is requested at most ``attempts`` times on a failing track, and is no longer upgraded after that happened on
-    two tracks: one damaged track must not rule out the others, and a hostile origin must not have every track fetched.
+    A group is requested at most ``attempts`` times on a track that fails. After failing on two tracks, it is no longer
+    upgraded: one damaged track must not exclude others, and a hostile origin must not cause every track to be fetched.
     """
 
     def __init__(self, ladder: Ladder, attempts: int) -> None:
@@ -347,13 +349,13 @@ class RetryTracker:
 
     @property
     def last_faults(self) -> tuple[str, ...]:
-        """The last faults of a transfer and of the engine."""
+        """Messages of the last faults of a transfer and of the engine."""
         return tuple(self._faults.values())
 
     def failed(self, group: int, track: str, reason: str, *, upgrade: bool, counts: bool = True) -> None:
         """Record a failed request.
 
-        ``upgrade``: the group is in place on another track; ``counts``: as an attempt.
+        ``upgrade``: the group is in place on another track; ``counts``: True if it counts as an attempt.
         """
         self._failures[group, track] += counts
         self._of_group[group] += counts
@@ -388,10 +390,10 @@ class RetryTracker:
         return next((track for track in self._ladder.tracks if (group, track.name) not in self.unavailable), None)
 
     def usable(self, group: int, track: str, *, engine: bool) -> str | None:
-        """Return the track for a request of a missing group: ``track`` if possible, else the cheapest one left.
+        """Return the track to request for a missing group: ``track`` if possible, else the cheapest available one.
 
-        Return None if no track is left or, with an engine, after ``attempts`` failures on all tracks together, so that
-        the engine computes the group without further delay.
+        Returns None if no track is left. With an ``engine``, it also returns None after ``attempts`` failures on all
+        tracks together, so that the engine computes the group without further delay.
         """
         if group in self._abandoned:
             track = self._ladder.cheapest  # the same request would be abandoned again

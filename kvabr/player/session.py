@@ -1,18 +1,18 @@
 """The state machine of one play.
 
 A group is requested, arrives and is decoded into place, or the engine computes it; after a failure it falls back
-(`kvabr.player.groups.Stage`). Layers of one group can share a request, and are decoded together (`DecodeQueue`). The
-rules:
+(`kvabr.player.groups.Stage`). Layers of one group can be requested together, and are decoded together (`DecodeQueue`).
+The rules:
 
-1. After every event and tick, the session re-plans the engine's work, cancels transfers that would be late, takes
+1. After every event and tick, the session plans the engine's work again, cancels transfers that would be late, takes
    decisions from the policy until enough requests are in flight, and lets its goal end the play.
-2. The policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
-   or is in place with no request in flight.
+2. The policy sees a group as missing if it is absent and not assigned to the engine. It sees a group as settled if it
+   has arrived or is in place, with no request in flight.
 3. The goal (`kvabr.player.goals`) ends the play. A whole cache is delivered, never with a hole, when every group is in
-   place and the policy is done or the deadline has passed; else the play is given up when its patience ends, which an
-   engine extends (`ENGINE_PATIENCE`).
+   place and the policy is done or the deadline has passed. Otherwise the play is given up when its patience ends, which
+   is extended for an engine (`ENGINE_PATIENCE`).
 4. Unpublished groups of a live asset are absent but not missing. The play does not end while they could arrive before
-   the deadline, unless computed, nor while layers that are worth the wait are due.
+   the deadline, unless they are computed, nor while layers that are worth the wait are due.
 5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
 """
 
@@ -84,18 +84,18 @@ from kvabr.types.events import (
 )
 
 _MIN_PLAN_SHARE = 0.1
-"""Share of the deadline before which the engine gets no groups: in slow start every link looks slow."""
+"""Fraction of the deadline before which the engine gets no groups, since every link looks slow in slow start."""
 _MIN_OVERRULE_SHARE = 0.9
-"""Same, to correct policies that divide the work themselves."""
+"""The same for policies that divide the work themselves."""
 _MAX_PLAY = 4.0
-"""Longest play, in full prefills; half as much measures rates twice as often."""
+"""Maximum length of a play in full prefills, for its ticks and samples."""
 _SLOW_START = 0.5
-"""Most of the deadline to allow for slow start."""
+"""The same during slow start, or while the rate is unknown."""
 _MAX_DECISIONS = 64
-"""Decisions before pending events are handled."""
+"""Maximum decisions before pending events are handled."""
 _ABANDONED = 64
 _MARGIN_TICKS = 1.5
-"""See `View.margin_s`."""
+"""`View.margin_s` in ticks."""
 
 
 class Session:
@@ -123,27 +123,26 @@ class Session:
     ) -> None:
         """Prepare a play.
 
-        The catalog of the ``ladder`` may be a suffix of a published asset (`Catalog.suffix`). ``round_trips`` are in
-        seconds.
+        The catalog of the ``ladder`` may be a suffix of a published asset (`Catalog.suffix`).
 
         Args:
             ladder: the tracks.
             deadline_s: seconds from `Session.start`; for upgrades, the planning horizon.
-            policy: a name, see `load_policy`, or a fresh one.
-            estimator: a fresh one, see `new_estimator`, or one per source.
+            policy: a name, see `load_policy`, or a new object.
+            estimator: a new one, see `new_estimator`, or one per source.
             goal: purpose of the play.
-            cost: of the engine's prefill, counted from the prompt's first token; None for no engine.
-            mode: groups that the engine can recompute. Always ``suffix`` for prefix plays, several layer classes or
-                windows, since their groups cannot be computed one by one.
+            cost: of the engine's prefill, counted from the prompt's first token; None: no engine.
+            mode: which groups the engine can compute. Always ``suffix`` for prefix plays, and for caches with several
+                layer classes or windows, since their groups cannot be computed one by one.
             config: limits and timeouts.
-            patience_s: seconds from `Session.start` until an incomplete play is given up; None: see ``config``.
-            cached_groups: returns a track's groups, as published, that need not cross the network.
+            patience_s: seconds from `Session.start` after which an incomplete play is given up; None: see ``config``.
+            cached_groups: returns the groups of a track, numbered as published, that need not cross the network.
             oracle: the future of a simulated link, for policies that use it.
-            decode_rates: corrected by the session; None: from the catalog, uncorrected.
+            decode_rates: decode rates, which the session corrects; None: those of the catalog, uncorrected.
             expected_s: when each group of a live asset should be published, see `LiveEdge`.
             log: receives every event.
-            offers: each source's tracks; more may be added during the play.
-            round_trips: to each source, if known.
+            offers: tracks of each source; more may be added during the play.
+            round_trips: seconds to each source, if known.
 
         Raises:
             PolicyError: there is no such policy.
@@ -199,17 +198,17 @@ class Session:
         self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
         self._actions: list[Action] = []
         self.last_received_s = self._store_s = 0.0
-        """Time of the last received bytes: any, and from the local store."""
+        """Time of the last received bytes: of any source, and from the local store."""
         self._requests = self._computed_on = 0
         self._pushed: set[int] = set()
         self._priorities = RequestPriorities(self.catalog.groups)
         self.content = False
-        """True if the policy needs no request for now."""
+        """True if the policy needs no further request for now."""
         self._engine_due = True
         self._more_s = math.inf
-        """When `_MAX_DECISIONS` cut decisions short, else infinite."""
+        """When `_MAX_DECISIONS` was last reached, with decisions left to take; else infinite."""
         self.over = self.closed = False
-        """True after the play; `closed` already when groups arrive too late for the cache."""
+        """True after the play; `closed` is True as soon as groups arrive too late for the cache."""
         self._live = None if expected_s is None else LivePlay(self, expected_s)
         self.aim = self._aim(goal, mode)
 
@@ -245,19 +244,19 @@ class Session:
 
         Args:
             edge: the number of groups published so far.
-            now: when they were first known to exist.
+            now: when the player learned of it.
             changes: missing and newly available tracks, and groups to request instead of waiting for a push.
         """
         if not self.over and self._live is not None:
             self._live.published(edge, now, changes)
 
     def producer_stopped(self, reason: str, now: float) -> None:
-        """Handle the end of a live asset's producer."""
+        """Handle an early end of a live asset's producer."""
         if not self.over and self._live is not None:
             self._live.stopped(reason, now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
-        """Handle the first byte of a request; ``limit`` names the bottleneck."""
+        """Handle the first byte of a request; ``limit`` names what limited its rate."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
             self.view.in_flight.begun(transfer, now)
@@ -270,7 +269,7 @@ class Session:
             self.events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
-        """Handle progress: ``received`` is the request's total, ``limit`` the bottleneck of the new bytes."""
+        """Handle progress: ``received`` is the request's total in bytes, ``limit`` names what limited the new bytes."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -294,7 +293,7 @@ class Session:
             self._sampler[transfer.source].received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
-        """Handle a completed request; ``limit`` names the bottleneck of the last bytes."""
+        """Handle a completed request; ``limit`` names what limited its last bytes."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -314,7 +313,7 @@ class Session:
     def failed(self, request: int, reason: str, now: float, *, busy: bool = False, lost: bool = False) -> None:
         """Handle a failed request: reset, refused, or of the wrong length.
 
-        ``busy``: the publisher is overloaded, which does not count against the group; ``lost``: the source is
+        ``busy``: the publisher is overloaded, so the failure does not count as an attempt; ``lost``: the source is
         unreachable.
         """
         transfer = self.view.in_flight.pop(request, None)
@@ -328,7 +327,7 @@ class Session:
             self.advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
-        """Handle a batch decoded into place, in ``seconds`` of one thread."""
+        """Handle a batch that was decoded into place in ``seconds`` of one thread."""
         batch = self._end_decoding(request)
         better = bool(batch) and self.record.groups[batch[0].group].ready_s is not None
         for transfer in batch:
@@ -366,7 +365,7 @@ class Session:
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
-        # Groups placed meanwhile did not influence the result, and it replaces those in its range.
+        # The result does not depend on groups placed meanwhile, and replaces those in its range.
         since = self.record.steps[self._computed_on :]
         since = [step for step in since if not first <= step[1] < last]
         self.record.steps[self._computed_on :] = [("compute", first, last), *since]
@@ -388,7 +387,7 @@ class Session:
         self.advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
-        """Handle a failure of the engine, which is not used again."""
+        """Handle a failure of the engine, which is then not used again."""
         queue = self.engine
         if self.closed or queue is None or queue.computing is None:
             return
@@ -420,7 +419,7 @@ class Session:
         if self._more_s < math.inf and now < self.next_tick_s:
             self.advance(now)
             return
-        # A play that outlasts expectations is checked less often.
+        # A play that lasts longer than expected is checked less often.
         self.tick_s = max(self.tick_s, min(now / self.config.ticks, MAX_TICK_S))
         self.view.margin_s = _MARGIN_TICKS * self.tick_s
         if self.engine is not None:
@@ -447,19 +446,19 @@ class Session:
         for transfer, reason in self.sources.misplaced(now):
             self.cancel(transfer, reason, now)
             if self.sources.trying and transfer.upgrade and self.view.track_of[transfer.group] is not None:
-                # A policy that assumes a dead link would not repeat the request, and the recovery would go unnoticed.
+                # A policy that assumes a dead link would not repeat the request, so a recovery would go unnoticed.
                 again = Decision.upgrade(transfer.group, transfer.track, reason)
                 self._fetch(transfer.group, transfer.track, again, now)
 
     def stop(self, now: float, reason: str) -> None:
-        """End the play at its owner's request: cut a prefix, give up an incomplete cache."""
+        """End the play at its owner's request: deliver a shorter prefix, or give up an incomplete cache."""
         if not self.over:
             self.aim.stop(now, reason)
 
     def cut_off(self, reason: str, now: float) -> None:
-        """Handle the loss of every source: the engine computes the missing groups.
+        """Handle the loss of all sources: the engine computes the missing groups.
 
-        Without an engine the play waits for a source to return.
+        Without an engine, the play waits for a source to return.
         """
         if self.closed or self.engine is None:
             return
@@ -475,12 +474,12 @@ class Session:
     # ----------------------------------------------------------------- outputs
 
     def actions(self) -> list[Action]:
-        """Return and clear the driver's next actions, in order."""
+        """Return the driver's next actions in order, and clear them."""
         out, self._actions = self._actions, []
         return out
 
     def next_timer(self) -> float | None:
-        """Return when to call `timer`, seconds since the play began; None if over."""
+        """Return when to call `timer`, in seconds since the play began; None after the play."""
         if self.over:
             return None
         soonest_s = self._more_s
@@ -499,7 +498,7 @@ class Session:
 
     @property
     def stopped(self) -> str | None:
-        """Why the producer stopped early."""
+        """Why the producer stopped early, or None."""
         return None if self._live is None else self._live.edge.ended
 
     def lacking(self) -> str:
@@ -511,7 +510,7 @@ class Session:
         return lacking if self._live is None else lacking + self._live.lacking()
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether layers being encoded are worth the wait."""
+        """Return True if layers that are being encoded are worth the wait."""
         return self._live is not None and self._live.layers_pay(now)
 
     def requests_made(self) -> int:
@@ -523,19 +522,19 @@ class Session:
         self._actions.append(action)
 
     def waiting(self) -> bool:
-        """Return whether groups are in flight, being decoded or queued for decoding."""
+        """Return True if groups are in flight, being decoded or waiting to be decoded."""
         return bool(self.view.in_flight or self._decoders.decoding or self._decoders)
 
     def decoding(self) -> bool:
-        """Return whether the decoders are at work."""
+        """Return True if groups are being decoded."""
         return bool(self._decoders.decoding)
 
     def undecoded(self) -> int:
-        """Return the number of layers being decoded, plus groups queued for decoding."""
+        """Return the number of layers being decoded, plus that of groups waiting to be decoded."""
         return len(self._decoders.decoding) + len(self._decoders)
 
     def silent(self, now: float) -> bool:
-        """Return whether no bytes arrive and no group is being decoded or computed."""
+        """Return True if no bytes arrive, and no group is being decoded or computed."""
         share = self.config.silent_after
         if share is None or self.undecoded() or (self.engine is not None and self.engine.busy):
             return False
@@ -579,7 +578,7 @@ class Session:
             self._engine_due = division is None or division.first < division.last
             self.events.divided(division, self.record, now)
             if self.view.full and decision.kind != "recompute":
-                break  # the policy was asked for the sake of the engine alone
+                break  # the policy was called only for work of the engine
             self.obey(decision, now)
         self.decode(now)
         self.aim.conclude(now, complete=complete)
@@ -610,7 +609,7 @@ class Session:
             if unavailable:
                 self.request(group, layers[:unavailable], decision, now, upgrade=True)
             else:
-                view.settled.discard(group)  # the track is unavailable: the group keeps its current one
+                view.settled.discard(group)  # the track is unavailable: the group stays on its current one
         elif usable := self.retries.usable(group, layers[0], engine=self.engine is not None):
             same = layers[:unavailable] if usable == layers[0] else (usable,)
             self.request(group, same, decision, now, upgrade=False)
@@ -624,7 +623,7 @@ class Session:
     def request(
         self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool, pushed: bool = False
     ) -> None:
-        """Request a group's layers, lowest first; ``pushed``: they are sent unrequested."""
+        """Request a group's layers, lowest first; ``pushed``: they arrive without a request."""
         view = self.view
         if upgrade:
             saved = view.loss(group, view.track_of[group] or layers[0]) - view.loss(group, layers[-1])
@@ -677,7 +676,7 @@ class Session:
         alone = self.guard.policy.computes
         after = 1.0 if alone else _MIN_PLAN_SHARE
         if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
-            # In slow start, such a policy judges the link better than the measured rate does.
+            # In slow start, such a policy estimates the link better than the measured rate does.
             after = max(after, _SLOW_START if self.view.growing or self.view.rate <= 0 else _MIN_OVERRULE_SHARE)
         dead = not alone and self._dead(now)
         if dead or now >= after * self.view.deadline_s:
@@ -725,26 +724,26 @@ class Session:
         return now - self.last_received_s >= max(share * view.deadline_s, 4 * view.ttfb_s, MIN_SILENCE_S)
 
     def _engine_idles(self) -> bool:
-        """Return whether the policy may give the engine work now."""
+        """Return True if the policy may give the engine work now."""
         return self.engine is not None and self.view.engine_backlog_s <= 0 and self.guard.policy.divides
 
     def _all_idle(self) -> bool:
-        """Return whether engine and link idle; the policy may then act despite requests in flight."""
+        """Return True if engine and link are idle; the policy may then decide despite requests in flight."""
         return self._engine_idles() and (self.view.rate <= 0 or not self.record.bytes_fetched)
 
     def may_request(self) -> bool:
-        """Return whether more requests may be sent now."""
+        """Return True if more requests may be sent now."""
         view, config = self.view, self.config
         if len(view.in_flight) >= MAX_REQUESTS or not self.aim.may_request() or self.sources.waiting_for_first:
             return False
         if self.guard.policy.paces:
             if view.rate <= 0 < self._best_rate and view.missing_groups:
-                return True  # in an outage the future rate is unknown
+                return True  # during an outage, the future rate is unknown
             most = config.ahead * view.rate * (view.ttfb_s + self.tick_s)
             return view.outstanding_bytes < max(config.min_ahead_bytes, most)
         if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
             return True
-        # Requests in flight must last for a round trip and a tick, or the link idles.
+        # Requests in flight must suffice for a round trip and a tick, or the link idles.
         return view.outstanding_bytes < view.rate * (1.5 * view.ttfb_s + self.tick_s)
 
     def _count_decoding(self, group: int) -> None:
@@ -763,7 +762,7 @@ class Session:
             self._actions.append(Decode(top.request, group, top.track, tuple(one.request for one in below)))
 
     def compute_all(self, now: float) -> bool:
-        """Leave all groups to the engine, once; return False if that is impossible."""
+        """Assign all groups to the engine, once; return False if that is impossible."""
         if self.engine is None or self._computes_all:
             return False
         self._computes_all = True
@@ -771,7 +770,7 @@ class Session:
         return True
 
     def engine_done(self, begun_s: float, now: float) -> None:
-        """Count engine time since ``begun_s``; jobs run one after another."""
+        """Count engine time since ``begun_s``; computations run one after another."""
         self.record.recompute_s += now - max(begun_s, self._engine_s)
         self._engine_s = now
 
@@ -831,7 +830,7 @@ class Session:
         """Cancel transfers that will be late, if cheaper ones would arrive in time."""
         view, begun = self.view, 0
         self._best_rate = max(self._best_rate, view.rate)
-        if self.guard.policy.paces:  # if they arrive after all, it requests better tracks
+        if self.guard.policy.paces:  # it requests better tracks if the groups arrive after all
             found = choose_collapsed(view, self._best_rate, self.retries.cheapest_left, self.groups.here)
             for transfer, track in found:
                 group, why = transfer.group, f"the link has collapsed: {track} comes first"
@@ -856,7 +855,7 @@ class Session:
             self.cancel(*hopeless, now)
 
     def cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
-        """Cancel a transfer in flight and others that need it."""
+        """Cancel a transfer in flight, and others that need it."""
         if self.view.in_flight.pop(transfer.request, None) is None:
             return
         self.groups[transfer.group].land(transfer)
@@ -886,7 +885,7 @@ class Session:
         self.over = self.closed = self.content = True
 
     def hand_over(self, now: float, cut: str | None = None) -> None:
-        """End the play and deliver the cache; ``cut``: the reason if only a part is."""
+        """End the play and deliver the cache; ``cut``: why only a part of it, or None."""
         self._end("the cache is delivered", now)
         self.record.delivered_s = now
         self.record.met = now <= self.view.deadline_s

@@ -33,7 +33,7 @@ class WholeGoal:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGoal:
-    """Deliver the groups before the first miss, for an engine that computes the rest without kvabr (vLLM, SGLang).
+    """Deliver the groups before the first missing one; the engine computes the rest without kvabr (vLLM, SGLang).
 
     The play ends when every group is in place, when computing the rest is faster than fetching it, when only the engine
     could provide a group, or at the deadline. It never waits for the engine.
@@ -45,11 +45,11 @@ class UpgradeGoal:
     """Fetch better tracks for a complete cache in use."""
 
     tracks: tuple[str, ...]
-    """Per group, the track in place, or ``recomputed`` to leave it alone (exact enough, or a state snapshot)."""
+    """Track in place per group; ``recomputed`` to leave the group unchanged (exact enough, or a state snapshot)."""
     until_s: float = math.inf
-    """Seconds until the play ends; infinite: until every group is at its best."""
+    """Seconds until the play ends; infinite: until every group is on its best track."""
     rate: float = 0.0
-    """Link rate of the previous play, bytes per second, until the estimator has one."""
+    """Rate of the link in the previous play, in bytes per second; used until the estimator has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class BlendGoal:
     """Deliver the whole cache of a prompt joined from passages, with some tokens recomputed."""
 
     share: float | None = None
-    """Share of the passages' tokens to recompute, if time allows; None: by the passages' fusion losses."""
+    """Fraction of the passages' tokens to recompute, if time allows; None: decide by the passages' fusion losses."""
     question: int = 0
-    """Question tokens, which select the tokens to recompute."""
+    """Number of tokens of the question, which selects the tokens to recompute."""
     max_loss: float = math.inf
-    """Expected loss above which the play is given up, nats per generated token."""
+    """Expected loss above which the play is given up, in nats per generated token."""
 
     def __post_init__(self) -> None:
         if self.share is not None and not (isinstance(self.share, int | float) and 0 <= self.share <= 1):
@@ -78,17 +78,17 @@ WHOLE = WholeGoal()
 # -------------------------------------------------------------------- configuration
 
 GPU_PRICE = 1e-3
-"""Default price of a second on a mostly idle engine, nats per token."""
+"""Default price of a second on a mostly idle engine, in nats per generated token."""
 TIME_PRICE = 1e-3
 """Default price of a second before the first token, nats per generated token."""
 MAX_TICK_S = 1.0
-"""Longest time between two ticks."""
+"""Maximum seconds between two ticks."""
 
 ENGINE_PATIENCE = 2.0
-"""Extra time for an incomplete play with an engine, in full prefills: even a slow one ends sooner than a second one
-after an error."""
+"""Extra time for an incomplete play with an engine, in full prefills: waiting for a slow prefill is faster than
+starting again after an error."""
 MAX_REQUESTS = 512
-"""Most requests in flight. A connection sends fewer at a time; the others are decided too early."""
+"""Maximum requests in flight. A connection sends fewer at a time; the others are decided earlier than necessary."""
 MAX_DECODERS = 1024
 
 
@@ -103,44 +103,44 @@ class PlayerConfig:
     """Limits and timeouts for every policy."""
 
     min_requests: int = 2
-    """Least requests in flight; hides the round trip."""
+    """Minimum requests in flight, to hide the round trip."""
     first_requests: int = 4
-    """Least requests in flight at an unknown rate."""
+    """Minimum requests in flight while the rate is unknown."""
     ahead: float = 8.0
-    """Requests pause while more bytes are in flight than the link carries in this many round trips and ticks. Policies
-    that pace themselves request a whole base, up to `MAX_REQUESTS`."""
+    """Requests pause while more bytes are in flight than the link carries in this many round trips and ticks. Applies
+    to policies that pace themselves and request a whole base, up to `MAX_REQUESTS`."""
     min_ahead_bytes: int = 4 << 20
-    """Bytes in flight below which `ahead` does not apply: in slow start the rate says little."""
+    """Bytes in flight below which `ahead` does not apply, since the rate says little in slow start."""
     ticks: int = 50
-    """Ticks per deadline, at least one a second; each looks for slow or stalled transfers."""
+    """Ticks per deadline, but at least one per second; each looks for slow or stalled transfers."""
     attempts: int = 3
-    """Attempts per group and track before the track is unavailable."""
+    """Attempts per group and track, after which the track is unavailable."""
     give_up_after: float = 10.0
-    """Deadlines until an incomplete play ends; more with an engine (`ENGINE_PATIENCE`). Replays wait that long to
-    measure lateness; real plays use `PlayOptions.patience`, 1 by default."""
+    """Time limit of an incomplete play, in deadlines; longer with an engine (`ENGINE_PATIENCE`). Replays wait that long
+    to measure lateness; real plays use `PlayOptions.patience`, 1 by default."""
     gpu_price: float = GPU_PRICE
-    """Price of a second of engine time, nats per token: near zero if idle, high if other requests wait. Infinite:
-    compute only groups that the network cannot deliver in time."""
+    """Price of a second of engine time, nats per generated token: near zero if the engine is idle, high if other
+    requests wait. Infinite: compute only groups that the network cannot deliver in time."""
     decoders: int = 1
-    """Groups decoded at once."""
+    """Number of groups decoded at once."""
     decode_ahead_s: float = 0.0
-    """Seconds of decoding queued per thread, to bridge delays of the event loop."""
+    """Seconds of decoding work queued per thread, to bridge delays of the event loop."""
     together: bool = False
-    """The decoders take all waiting groups in one batch, as a GPU does."""
+    """True: the decoders take all waiting groups in one batch, as a GPU does."""
     decodes_last: bool = False
-    """Groups stay compressed until the play ends; see `View.decodes_last`."""
+    """True: groups stay compressed until the play ends; see `View.decodes_last`."""
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     max_loss: float = math.inf
-    """Most expected loss of a delivered cache, nats per generated token; to stay below it, the play computes more, cuts
-    the prefix, or misses the deadline."""
+    """Maximum expected loss of a delivered cache, nats per generated token. To stay below it, the play computes more,
+    cuts the prefix, or misses the deadline."""
     chunked: bool = False
-    """Bytes are reported in chunks read from a transport, rather than as they flow."""
+    """True: bytes are reported in chunks read from a transport, rather than as they flow."""
     stalled_after: float | None = None
-    """Share of the deadline until a stalled transfer is requested again; None: never."""
+    """Fraction of the deadline after which a stalled transfer is requested again; None: never."""
     silent_after: float | None = None
-    """Share of the deadline, but at least three usual times to first byte, after which a late, silent play is given up.
-    None: never."""
+    """Fraction of the deadline, but at least three usual times to first byte, after which a late, silent play is given
+    up. None: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.give_up_after < math.inf:
@@ -163,20 +163,20 @@ class FetchGroup:
 
     request: int
     group: int
-    """Counted from the catalog's first (`Catalog.offset`)."""
+    """Index of the group, counted from the catalog's first (`Catalog.offset`)."""
     track: str
     bytes: int
-    """Size in the catalog. Do not read more."""
+    """Size in the catalog; do not read more."""
     priority: int
     """MoQT subscriber priority, 0 (most urgent) to 255: serve requests in ascending order."""
     pushed: bool = False
-    """The publisher sends it without a request, because the play is live (`Session.published`)."""
+    """True: the publisher sends it without a request, because the play is live (`Session.published`)."""
     source: int = 0
 
 
 @dataclass(slots=True)
 class Cancel:
-    """Stop a request, or discard its data; expect no further events."""
+    """Stop a request, or discard its data; it causes no further events."""
 
     request: int
 
@@ -189,7 +189,7 @@ class Decode:
     group: int
     track: str
     below: tuple[int, ...] = ()
-    """Requests for lower layers not in place yet, lowest first."""
+    """Requests of the lower layers that are not in place yet, lowest first."""
 
 
 @dataclass(slots=True)
@@ -211,16 +211,16 @@ class ChooseTokens:
 class RecomputeTokens:
     """Recompute the passages' most important tokens over the cache, which no longer changes.
 
-    Choose the tokens first if necessary, and place tokens computed ahead. Answer with `BlendAim.tokens_recomputed` or
-    `BlendAim.tokens_failed`.
+    Choose the tokens first if necessary, and put tokens computed ahead into place. Answer with
+    `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`.
     """
 
     share: float
     tokens: int
     question: int = 0
-    """Tokens of the question, if it has yet to choose the tokens."""
+    """Number of tokens of the question if the tokens are still to be chosen, else 0."""
     passage: int | None = None
-    """Compute only tokens of this passage, in its publisher's order, and keep them apart until the prompt is
+    """Compute only tokens of this passage, in its publisher's order, and store them separately until the prompt is
     complete."""
 
 
@@ -231,12 +231,12 @@ class Deliver:
     now: float
     met: bool
     cut: str | None = None
-    """Why a prefix play ended early; None if complete."""
+    """Why a prefix is shorter, or None."""
 
 
 @dataclass(slots=True)
 class GiveUp:
-    """End the play with groups missing; only those before the first missing one can be used."""
+    """End the play with groups missing; only groups before the first missing one can be used."""
 
     now: float
     reason: str
@@ -253,7 +253,7 @@ class GroupRecord:
 
     group: int
     track: str | None = None
-    """The track at delivery, ``recomputed``, or None."""
+    """Track at delivery, ``recomputed``, or None."""
     bytes: int = 0
     requested_s: float | None = None
     first_byte_s: float | None = None
@@ -265,7 +265,7 @@ class GroupRecord:
 
 
 class GroupRecords(Sequence[GroupRecord]):
-    """Records of all groups, created on access: most of a long prompt may never arrive."""
+    """Records of all groups, created on access: most groups of a long prompt may never arrive."""
 
     __slots__ = ("_groups", "_made")
 
@@ -310,15 +310,15 @@ class GroupRecords(Sequence[GroupRecord]):
 
 @dataclass(slots=True)
 class LiveRecord:
-    """Producer of an asset still being prefilled; times as in `GroupRecord`."""
+    """Facts about the producer of an asset still being prefilled; times as in `GroupRecord`."""
 
     published: int = 0
     complete_s: float | None = None
-    """When the last group was published, if seen."""
+    """When the last group was published, if the play saw it."""
     stopped: str | None = None
-    """Why the producer stopped early."""
+    """Why the producer stopped early, or None."""
     sooner_alone_s: float | None = None
-    """Seconds by which the player's own engine should have been faster, if so."""
+    """Seconds by which the player's own engine would have been faster, or None."""
 
 
 @dataclass(slots=True)
@@ -326,22 +326,22 @@ class BlendRecord:
     """Recomputed tokens of a joined prompt; times as in `GroupRecord`."""
 
     share: float = 0.0
-    """Share of the passages' tokens chosen by the question."""
+    """Fraction of the passages' tokens that were chosen by the question."""
     tokens: int = 0
     ahead: int = 0
-    """Additional tokens computed ahead, in their publishers' order."""
+    """Number of additional tokens computed ahead, in their publishers' order."""
     chosen_s: float | None = None
     """When the tokens were chosen, if before the cache was complete."""
     begun_s: float | None = None
     done_s: float | None = None
     """When the tokens were in place."""
     fusion_loss: float | None = 0.0
-    """Loss from joining, nats per generated token; None if not measured."""
+    """Loss from joining, in nats per generated token; None if not measured."""
 
 
 @dataclass(slots=True)
 class PlayRecord:
-    """Record of a whole play."""
+    """Record of one play."""
 
     groups: Sequence[GroupRecord]
     delivered_s: float | None = None
@@ -349,11 +349,11 @@ class PlayRecord:
     met: bool = False
     bytes_fetched: int = 0
     bytes_held_up: dict[str, int] = field(default_factory=dict)
-    """Bytes that the network did not limit, by bottleneck: ``publisher`` or ``cpu``."""
+    """Bytes whose rate the network did not limit, by the limit: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0
     """Bytes of cancelled, failed, replaced and undecoded transfers."""
     damaged: list[tuple[int, str, str]] = field(default_factory=list)
-    """Unusable frames, one entry per arrival: group, track, and fault."""
+    """Damaged frames, one entry per arrival: group, track, and fault."""
     failed: int = 0
     """Failed requests: not found, refused, or lost with a connection."""
     bytes_undecoded: int = 0
@@ -361,23 +361,23 @@ class PlayRecord:
     tokens_recomputed: int = 0
     recompute_s: float = 0.0
     tail: int = 0
-    """Cache tokens that the engine computed with the question, in `tail_s` additional seconds."""
+    """Tokens at the end of the cache that the engine computed with the question, in `tail_s` additional seconds."""
     tail_s: float = 0.0
     abandoned: int = 0
     """Transfers cancelled as late."""
     cut: str | None = None
-    """Why a prefix play ended early."""
+    """Why a prefix is shorter, or None."""
     used: int | None = None
-    """Groups used of a cut prefix; None: all before the first missing one."""
+    """Number of groups used of a cut prefix; None: all before the first missing one."""
     gave_up: str | None = None
     late_for_loss: bool = False
-    """True if a complete cache was late because it lost more than `PlayerConfig.max_loss`."""
+    """True if a complete cache was late because its loss exceeded `PlayerConfig.max_loss`."""
     live: LiveRecord | None = None
     blend: BlendRecord | None = None
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
     """Placed groups, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
     division: Division | None = None
-    """Division of work between network and engine, and the expected result: the first with a known rate, else the
+    """Division of work between network and engine, and the expected result: the first one at a known rate, else the
     last."""
 
     @property
@@ -392,7 +392,7 @@ P = ParamSpec("P")
 
 
 class EventLog:
-    """Passes events to the listener, if any."""
+    """Passes events to the listener, if there is one."""
 
     __slots__ = ("_divided", "_log", "_view")
 
@@ -406,7 +406,7 @@ class EventLog:
             self._log(event(*args, **kwargs))
 
     def progress(self, now: float, received: int) -> None:
-        """Emit bytes received and estimates, if requests are in flight."""
+        """Emit received bytes and estimates, if requests are in flight."""
         view = self._view
         if self._log is not None and view.in_flight:
             self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
@@ -445,7 +445,7 @@ class EventLog:
         )
 
     def divided(self, division: Division | None, record: PlayRecord, now: float) -> None:
-        """Record the latest division of work, or the first at a known rate; emit every change."""
+        """Record the latest division of work, or the first one at a known rate; emit every change."""
         if division is None:
             return
         if record.division is None or not record.division.known:

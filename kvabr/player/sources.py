@@ -2,8 +2,8 @@
 
 Groups are named by content, so any source may serve them. Each request goes to the source that should deliver it first,
 given its time to first byte, queued bytes and rate. Requests move if another source would be faster than their queue,
-or if their source falls silent. Other sources are tried before a refused or lost request counts as an attempt. A source
-that sends wrong content is dropped for the play.
+or if their source falls silent. A refused or lost request counts as an attempt only once all sources have failed. A
+source that sends wrong content is dropped for the play.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from kvabr.types.errors import PolicyError
 from kvabr.types.events import Limit
 
 _MIN_SHARE = 1 / 400
-"""Least sample length, as a share of the deadline; shorter samples are merged."""
+"""Minimum length of a sample, as a fraction of the deadline; shorter samples are merged."""
 _MAX_SHARE = 1 / 12
-"""Longest sample in slow start, as a share of the deadline."""
+"""Maximum length of a sample in slow start, as a fraction of the deadline."""
 _SILENCE_SHARE = 1 / 25
-"""A link is silent after this share of the deadline and three times the time to first byte."""
+"""A link is silent after this fraction of the deadline or three times the time to first byte, whichever is longer."""
 _PACKET = 1200
-"""Smallest meaningful chunk, bytes."""
+"""Minimum bytes of a chunk that says something about the link."""
 _RAMP = 1.25
-"""Least growth between samples of slow start."""
+"""Minimum growth factor between samples in slow start."""
 _SAME_WINDOW_SHARE = 0.9
-"""Share of a short first sample's rate from which the second may belong to the same window."""
+"""Fraction of a short first sample's rate from which the second sample may belong to the same window."""
 _RAMP_BYTES = 0.5
-"""Least bytes of a slow-start sample, over the previous one's: windows grow."""
+"""Minimum bytes of a sample in slow start, as a fraction of the previous one's, since windows grow."""
 
 
 class Limited(Protocol):
-    """Callback for samples not limited by the network."""
+    """Callback for samples that something other than the network limited."""
 
     def __call__(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
         """Handle a sample of ``rate`` bytes per second; ``fed``: the estimator received it."""
 
 
 class ThroughputSampler:
-    """Samples a link from bytes reported as they flow, as in the simulator.
+    """Samples a link from bytes that are reported as they flow, as in the simulator.
 
-    A sample has the bytes of all requests over the time that the link was busy. One limited by the publisher or this
-    process never lowers the estimate. Silence always counts, since it has no visible cause.
+    A sample is the bytes of all requests over the time that the link was busy. A sample limited by the publisher or by
+    this process never lowers the estimate. Silence always counts, since its cause is invisible.
     """
 
     def __init__(self, estimator: Estimator, deadline_s: float, limited: Limited | None = None) -> None:
@@ -57,12 +57,12 @@ class ThroughputSampler:
         self._known: tuple[float, float, float] | None = None
         self._begin()
         self._prior_rate: float | None = None
-        """Rate reported by earlier plays, or 0.0; reaching it is no growth."""
+        """Estimated rate before the first sample, or 0.0; reaching it is not growth."""
         self._ramp_rate: float | None = 0.0
-        """Rate of the last slow-start sample; None after slow start."""
+        """Rate of the last sample in slow start; None after slow start."""
         self._ramp_bytes = 0
         self._brief = False
-        """The first sample was short and may share its window with the next."""
+        """True if the first sample was short, and may share its window with the next."""
         self._shortest_s = _MIN_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
@@ -72,11 +72,11 @@ class ThroughputSampler:
 
     @property
     def growing(self) -> bool:
-        """True if the last sample clearly exceeds the previous one, as in slow start, and earlier plays."""
+        """True if the last sample clearly exceeds the previous one, as in slow start, and the rate of earlier plays."""
         return (self._ramp_rate or 0.0) > (self._prior_rate or 0.0)
 
     def estimates(self) -> tuple[float, float, float]:
-        """Return rate and lower bound, bytes per second, and time to first byte, seconds."""
+        """Return the rate and its lower bound in bytes per second, and the time to first byte in seconds."""
         if self._known is not None:
             return self._known
         estimator = self._estimator
@@ -124,7 +124,7 @@ class ThroughputSampler:
             self._held.clear()
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:
-        """Count received bytes; ``limit`` names the bottleneck."""
+        """Count received bytes; ``limit`` names what limited their rate."""
         if limit == "kept":
             return
         self._bytes += nbytes
@@ -133,7 +133,7 @@ class ThroughputSampler:
         self._quiet_since = now
 
     def settle(self, now: float, *, idle: bool) -> None:
-        """Record the end of a transfer, and if ``idle``, of the sample."""
+        """Handle the end of a transfer; ``idle``: also of the sample."""
         if self._since is None:
             return
         seconds = now - self._since
@@ -144,10 +144,10 @@ class ThroughputSampler:
             self._since = None
 
     def _least_s(self) -> float:
-        """Return the least sample length: short at first, later enough to show the end of slow start."""
+        """Return the minimum length of a sample: short at first, then long enough to see the end of slow start."""
         if not self._ramp_rate:
             return self._shortest_s
-        # A late first byte, as after an outage, is no slow start.
+        # A late first byte, as after an outage, is not slow start.
         return max(self._shortest_s, min(self.estimates()[2], _MAX_SHARE * self._deadline_s))
 
     def _conclude(self, seconds: float, now: float) -> None:
@@ -161,7 +161,7 @@ class ThroughputSampler:
         self._held.clear()
 
     def _says_something(self, rate: float, now: float) -> bool:
-        """Return whether a sample measures the link; slow samples with another bottleneck do not."""
+        """Return True if a sample measures the link; a slow sample with another limit does not."""
         if 2 * sum(self._held.values()) <= self._bytes:
             return True
         fed = rate > self.estimates()[0]
@@ -170,7 +170,7 @@ class ThroughputSampler:
         return fed
 
     def _forget_slow_start(self, rate: float, seconds: float) -> None:
-        """Restart the estimator in slow start: only the last sample of a growing window measures the link."""
+        """Restart the estimator in slow start, since only the last sample of a growing window measures the link."""
         if self._ramp_rate is None:
             return
         if rate > _RAMP * self._ramp_rate:
@@ -187,12 +187,12 @@ class ThroughputSampler:
         self._sample(0, seconds, now)
 
     def revived(self) -> None:
-        """Forget all samples: the dead link may have changed."""
+        """Forget all samples, since the link was dead and may have changed."""
         self._ramp_rate = None
         self._begin()
 
     def waited(self, now: float) -> None:
-        """Skip the time until now: other plays used the link."""
+        """Skip the time until now, since other plays used the link."""
         with self._requesting():
             self._estimator.waited(now)
         if self._since is not None:
@@ -213,7 +213,7 @@ class ThroughputSampler:
 
 
 class ChunkedThroughputSampler(ThroughputSampler):
-    """Samples a play's link over a real transport, which reports bytes in chunks with a delay.
+    """Samples a link over a real transport, which reports bytes in chunks and late.
 
     The first chunk has no known duration and does not count; later chunks took the time since it, as in packet
     dispersion. If there are none, the wait for the first chunk gives a lower bound of the rate, which can only raise
@@ -260,16 +260,16 @@ class ChunkedThroughputSampler(ThroughputSampler):
 
 
 class SourceSamplers:
-    """One sampler per source; estimates are for all together."""
+    """One sampler per source, with estimates for all sources together."""
 
     def __init__(
         self, estimators: Sequence[Estimator], deadline_s: float, limited: Limited | None = None, *, chunked: bool
     ) -> None:
-        """``chunked``: bytes are reported with a delay."""
+        """``chunked``: bytes are reported in chunks and late."""
         meter = ChunkedThroughputSampler if chunked else ThroughputSampler
         self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
         self.prior_rate = sum(estimator.prior_rate for estimator in estimators)
-        """Rate reported by earlier plays, bytes per second; 0.0 if unknown."""
+        """Rate of earlier plays in bytes per second; 0.0 if unknown."""
         self.prior_own = all(estimator.own for estimator in estimators if estimator.prior_rate)
 
     def __getitem__(self, source: int) -> ThroughputSampler:
@@ -277,14 +277,14 @@ class SourceSamplers:
 
     @property
     def growing(self) -> bool:
-        """True if sources with most of the rate are growing."""
+        """True if sources with at least half of the total rate are growing."""
         growing = [each for each in self._each if each.growing]
         if len(growing) in {0, len(self._each)}:
             return bool(growing)
         return 2 * sum(each.estimates()[0] for each in growing) >= self.estimates()[0]
 
     def estimates(self) -> tuple[float, float, float]:
-        """Return total rate and lower bound, and the earliest first byte."""
+        """Return the total rate and lower bound, and the shortest time to first byte."""
         first, *others = (each.estimates() for each in self._each)
         for one in others:
             soonest = min(first[2], one[2]) if first[2] > 0 and one[2] > 0 else first[2] or one[2]
@@ -303,7 +303,7 @@ class SourceSamplers:
 
 
 Offer = Container[str] | None
-"""A source's tracks of an asset; None: all."""
+"""Tracks of an asset that a source has; None: all."""
 
 
 class _NotKnown:
@@ -312,24 +312,24 @@ class _NotKnown:
 
 
 NOT_KNOWN: Container[str] = _NotKnown()
-"""Offer of a source that has not answered yet."""
+"""The offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0
-"""Times to first byte that make a silence (at least `MIN_SILENCE_S`)."""
+"""Multiple of the time to first byte after which a source is silent (but at least `MIN_SILENCE_S`)."""
 _UNKNOWN_TTFB_S = 0.25
 _PROBE_FACTOR = 3.0
-"""Multiple of that silence between probes of a source, doubled after each failure."""
+"""Multiple of that time between probes of a silent source, doubled after each failure."""
 _MAX_TRIES = 8
 _MIN_SAMPLE_BYTES = 1 << 15
-"""Least request size for measuring a source again."""
+"""Minimum size of a request for measuring a source again."""
 _MOVE_FACTOR, _MIN_MOVE_S = 1.5, 0.05
-"""A request without a first byte moves if its source needs this many times as long and this many seconds longer."""
+"""A request without a first byte moves if its source needs this many times as long, and this many seconds longer."""
 _MOVE_BEGUN_FACTOR = 3.0
-"""Same factor after the first byte, since moving discards received bytes."""
+"""The same factor after the first byte, since moving discards received bytes."""
 
 
 class Sources:
-    """The sources of one play, by number."""
+    """The sources of one play, by index."""
 
     def __init__(
         self,
@@ -340,8 +340,8 @@ class Sources:
     ) -> None:
         """Start without requests; ``samplers`` estimate each source's rate.
 
-        ``offers``: each source's tracks, which may change; None: there is one source. ``round_trips``: to each source,
-        seconds, if known.
+        ``offers``: tracks of each source, which may change; None: there is one source. ``round_trips``: seconds to each
+        source, if known.
         """
         self._samplers, self._view, self._in_flight = samplers, view, view.in_flight
         self._offers: Sequence[Offer] = (None,) if offers is None else offers
@@ -350,7 +350,7 @@ class Sources:
         self._refused: set[tuple[int, int, str]] = set()
         self._dropped: set[int] = set()
         self._silent: dict[int, float] = {}
-        """When to probe each silent source with one group."""
+        """When to probe each silent source, with one group."""
         self._tried: int | None = None
         self._tries: dict[int, int] = {}
         self._received_s: dict[int, float] = {}
@@ -397,7 +397,7 @@ class Sources:
         self._received_s = dict.fromkeys(self._received_s, now)
 
     def failed(self, transfer: Transfer, *, lost: bool = False) -> bool:
-        """Record that a source failed a request, or is ``lost``; return whether another may serve it."""
+        """Record that a source failed a request, or was ``lost``; return True if another source may serve it."""
         if not self.several:
             return False
         if lost:
@@ -407,7 +407,7 @@ class Sources:
         return self._awaited or any((source, transfer.group, transfer.track) not in self._refused for source in left)
 
     def drop(self, transfer: Transfer) -> bool:
-        """Drop a source unless it is the last one; return whether it was dropped."""
+        """Drop the source of a transfer unless it is the last one; return True if it was dropped."""
         if not self.several or transfer.local:
             return False
         if self._awaited or len(self._having(transfer.track)) > 1:
@@ -421,7 +421,7 @@ class Sources:
 
     @property
     def waiting_for_first(self) -> bool:
-        """True if requests must wait for a source to answer."""
+        """True if requests must wait until a source answers."""
         return self._awaited and all(
             source in self._dropped or offer is NOT_KNOWN for source, offer in enumerate(self._offers)
         )
@@ -449,7 +449,7 @@ class Sources:
         yield from self._probes(now)
 
     def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
-        """Yield the request to repeat at a silent source: one queued elsewhere, or at another silent source."""
+        """Yield a request to repeat at a silent source: one that is queued elsewhere, or at another silent source."""
         self._tried = None
         for source, again_s in self._silent.items():
             if now < again_s or source in self._in_flight.requests_by_source or self._tried is not None:
@@ -474,14 +474,14 @@ class Sources:
         self._silent[source] = now + _PROBE_FACTOR * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
-        """Return a source's last queued requests that others would deliver clearly sooner."""
+        """Return the last requests in a source's queue that others would deliver clearly earlier."""
         found: list[Transfer] = []
         moved = dict.fromkeys(range(len(self._offers)), 0)
         requests = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
         while requests and (others := self._others(last := requests.pop())):
             begun = last.first_byte_s is not None
             if not begun and source in self._tries:
-                break  # this request measures the source's rate
+                break  # keep this request, to measure the source's rate
             own_s = self._ends_s(source, moved[source] if not begun else last.remaining, alone=begun)
             other_s, other = min((self._ends_s(each, moved[each] + last.bytes), each) for each in others)
             if own_s <= (_MOVE_BEGUN_FACTOR if begun else _MOVE_FACTOR) * other_s + _MIN_MOVE_S:
@@ -501,7 +501,7 @@ class Sources:
         return now - self._received_s.get(source, now) >= self._patience_s(source)
 
     def _brings(self, source: int, now: float) -> bool:
-        """Return whether a source is unused or recently delivered bytes; otherwise all may be in an outage."""
+        """Return True if a source is unused, or delivered bytes recently; else there may be an outage of all."""
         waiting = source in self._in_flight.requests_by_source
         return not waiting or now - self._received_s.get(source, now) < MIN_SILENCE_S / 2
 
@@ -524,7 +524,7 @@ class Sources:
     def _ends_s(self, source: int, nbytes: int, *, alone: bool = False) -> float:
         """Return the seconds until a source has delivered ``nbytes``, ``alone`` or after its queue.
 
-        An unknown rate counts as the lowest.
+        An unknown rate is taken as the lowest known one.
         """
         rate, _, ttfb_s = self._samplers[source].estimates()
         if rate <= 0:
@@ -534,6 +534,6 @@ class Sources:
         return (left + nbytes) / rate + ttfb_s
 
     def _ttfb_s(self, source: int) -> float:
-        """Return a source's time to first byte; if unknown, its round trip or the longest known time."""
+        """Return a source's time to first byte in seconds; if unknown, its round trip or the longest of any source."""
         known = [self._samplers[each].estimates()[2] for each in range(len(self._offers))]
         return known[source] or self._round_trips[source] or max(known) or _UNKNOWN_TTFB_S

@@ -6,10 +6,10 @@ peer.
 
 1. Stream data arrives in order, so an event carries a view of the received bytes without reassembly.
 2. While a STREAM frame is incomplete, `expected` names the stream of the next bytes. The owner may read them directly
-   to their destination, and note them by `took`.
-3. One call parses a bounded number of frames. While unparsed bytes remain (`waits`), the owner calls `go_on` instead of
+   to their destination, and report them by `took`.
+3. One call parses a limited number of frames. While unparsed bytes remain (`waits`), the owner calls `go_on` instead of
    `receive`, and must not modify the passed buffer.
-4. Received data counts as consumed, and windows reopen when half used: the owner must bound what it keeps.
+4. Received data counts as consumed, and windows reopen when half used: the owner must limit what it stores.
 5. If the peer breaks a rule, the connection ends with CONNECTION_CLOSE and a `Terminated` event.
 
 Section numbers without a document are those of draft-ietf-quic-qmux-01.
@@ -45,15 +45,15 @@ from kvabr.qmux.frames import (
 
 Buffer = bytes | memoryview
 _MAX_HEAD = MAX_FRAME_BYTES + 32
-"""Limit of buffered bytes of an incomplete frame without stream data."""
+"""Maximum buffered bytes of an incomplete frame without stream data."""
 _STREAM_HEAD = 32
-"""Upper bound of a record size and a STREAM frame's head."""
+"""Maximum bytes of a record size and the head of a STREAM frame."""
 _MAX_WAITING_FRAMES = 4096
-"""Frames without stream data that may wait: a peer may cause answers and never read them."""
+"""Maximum waiting frames without stream data: a peer may cause answers that it never reads."""
 _FRAMES_PER_CALL = 128
 """Frames and record sizes parsed per call of `QmuxConnection.receive`."""
 _MAX_EMPTY_FRAMES = 1024
-"""Excess of frames without stream data over two for each with some."""
+"""Maximum frames without stream data, beyond two for each frame with some."""
 _ZEROS = re.compile(rb"\0*")
 _MIN_RECORD = 1 << 10
 """Minimum stream data of a record, in bytes, if more follows."""
@@ -68,7 +68,7 @@ class ParametersReceived:
 
 @dataclass(frozen=True, slots=True)
 class StreamData:
-    """Received bytes of a stream, as a view, and whether they are the last."""
+    """Received bytes of a stream, as a view; `fin` if they are the last."""
 
     stream: int
     data: Buffer
@@ -149,7 +149,7 @@ class QmuxConnection:
         self._peer_may_open = [parameters.max_streams_bidi, parameters.max_streams_uni]
         self._last_ping = -1
         self._rest = memoryview(b"")
-        """Received, unparsed bytes."""
+        """Received bytes that are not parsed yet."""
         self._empty = 0
         """See `_MAX_EMPTY_FRAMES`."""
         # Sending.
@@ -177,11 +177,11 @@ class QmuxConnection:
 
     @property
     def expected(self) -> tuple[int, int] | None:
-        """Stream and number of the next bytes; None if a frame head is next."""
+        """Stream and number of the next bytes; None if the head of a frame is next."""
         return None if self._expected is None or not self._data_left else (self._expected.number, self._data_left)
 
     def took(self, count: int) -> None:
-        """Note that the owner read ``count`` of the `expected` bytes itself; an event reports the end of the stream."""
+        """Report ``count`` of the `expected` bytes as read by the owner; an event follows at the end of the stream."""
         stream = self._expected
         assert stream is not None  # noqa: S101  # the caller has looked
         assert 0 < count <= self._data_left  # noqa: S101  # as above
@@ -198,7 +198,7 @@ class QmuxConnection:
         return len(self._rest) > 0
 
     def receive(self, data: Buffer) -> None:
-        """Take bytes from the peer; call `go_on` instead while some wait. A violation ends the connection."""
+        """Process bytes from the peer; call `go_on` instead while some wait. A violation ends the connection."""
         if self.terminated is None:
             assert not self.waits  # noqa: S101  # the caller has looked
             self._empty, self._rest = 0, memoryview(data)
@@ -217,7 +217,7 @@ class QmuxConnection:
             self._events.append(self._end(code, reason, application=False, notify_peer=True))
 
     def lost(self, reason: str) -> None:
-        """Note that the byte stream has ended."""
+        """Handle the end of the byte stream."""
         if self.terminated is None:
             self._events.append(self._end(QuicCode.NO_ERROR, reason, application=False, notify_peer=False))
 
@@ -232,21 +232,21 @@ class QmuxConnection:
             if not left:
                 return view[at:]
             left -= 1
-            kept = len(head)
-            if kept:
+            buffered = len(head)
+            if buffered:
                 head += view[at : at + _MAX_HEAD]
-            source, begin = (head, 0) if kept else (view, at)
+            source, begin = (head, 0) if buffered else (view, at)
             try:
                 after = self._item(source, begin)
             except Truncated:
-                if not kept:
+                if not buffered:
                     head += view[at:]
                 if len(head) > _MAX_HEAD:
                     raise QmuxFault(
                         QuicCode.FRAME_ENCODING_ERROR, f"a frame of more than {MAX_FRAME_BYTES} bytes"
                     ) from None
                 break
-            at = at + after - kept if kept else after
+            at = at + after - buffered if buffered else after
             head.clear()
             if len(self._frames) > _MAX_WAITING_FRAMES:
                 raise QmuxFault(
@@ -399,7 +399,7 @@ class QmuxConnection:
         return stream
 
     def _window(self, number: int, parameters: TransportParameters, *, mine: bool) -> int:
-        """Return a stream's window by the parameters of one end; ``mine``: that end opened it."""
+        """Return a stream's window according to one end's parameters; ``mine``: that end opened the stream."""
         if number & 2:
             return parameters.max_stream_data_uni
         return parameters.max_stream_data_bidi_local if mine else parameters.max_stream_data_bidi_remote
@@ -517,7 +517,7 @@ class QmuxConnection:
         FrameType.PING: _ping_received,
         FrameType.PONG: _pong_received,
     }
-    """Handlers of frames of integers; other such frames only inform."""
+    """Handlers of frames that consist of integers; other such frames need none."""
 
     # ------------------------------------------------------------------ sending
 

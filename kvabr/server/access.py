@@ -1,6 +1,6 @@
-"""What one connection may read, by the token of its SETUP or of a request, and until when.
+"""The assets that one connection may read, by the token of its SETUP or of a request, and until when.
 
-Tokens expire, are withdrawn, or have their grants narrowed while connections are open.
+While connections are open, tokens may expire or be withdrawn, and grants may be narrowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvabr.server.publication import Publication, Source
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """A reason to refuse a token, in the codes of a session, of a request, and of a stream."""
+    """A reason to refuse a token, with the codes for a session, a request, and a stream."""
 
     result: str
     reason: str
@@ -44,26 +44,26 @@ class Access:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.grant: Grant | None = None
-        """None: the connection must close."""
+        """Grant of the SETUP's token; None: the connection must close."""
         self.expires_s = float("inf")
-        """When the first of its tokens expires, seconds since 1970."""
+        """Earliest expiry of its tokens, in seconds since 1970."""
 
     def enter(self, token: bytes | None) -> Grant | Denial:
-        """Return the grant of the SETUP's token, or why it is denied."""
+        """Set and return the grant of the SETUP's token, or return why it is denied."""
         grant = self._of(token)
         self.grant = None if isinstance(grant, Denial) else grant
         return grant
 
     def for_request(self, tokens: Sequence[bytes]) -> Grant | Denial:
-        """Return the grant of a request's own token, else of the SETUP's."""
+        """Return the grant of a request's own token, if it has one, else of the SETUP's."""
         if self.grant is None:
             return WRONG
-        return self._of(tokens[0]) if tokens else self.grant  # only the first: each check takes time
+        return self._of(tokens[0]) if tokens else self.grant  # only the first, since each check takes time
 
     def recheck(self, now_s: float) -> Denial | None:
-        """Return why the connection must close now, or None; ``now_s`` in seconds since 1970."""
+        """Return why the connection must close at ``now_s`` (seconds since 1970), or None."""
         if self.grant is None:
-            return None  # it is closed already
+            return None  # already closed
         self.expires_s = float("inf")
         renewed = self._renew(self.grant, now_s)
         if isinstance(renewed, Denial):
@@ -72,7 +72,7 @@ class Access:
         return None
 
     def recheck_request(self, grant: Grant, publication: Publication, now_s: float) -> Denial | None:
-        """Return why a request must end now, or None. Call `recheck` first."""
+        """Return why a request must end at ``now_s``, or None. Call `recheck` first."""
         renewed = self._renew(grant, now_s)
         if isinstance(renewed, Denial):
             return renewed

@@ -1,13 +1,13 @@
-"""Networks that contain a client's address."""
+"""Networks that identify a client, or that probably share its path."""
 
 from __future__ import annotations
 
 import ipaddress
 
 _SITE_BITS = {4: 32, 6: 64}
-"""Leading bits that identify a client, by IP version; in IPv6 it chooses the others itself."""
+"""Leading bits that identify a client, by IP version; an IPv6 client chooses the remaining bits itself."""
 _BLOCK_BITS = {4: 24, 6: 56}
-"""Leading bits of addresses that usually share a path."""
+"""Leading bits of addresses that usually share a path, by IP version."""
 
 
 def site_of(address: str) -> str:
@@ -16,7 +16,7 @@ def site_of(address: str) -> str:
 
 
 def block_of(address: str) -> str:
-    """Return the block of addresses around a client's."""
+    """Return the network of addresses that usually share a path with this one."""
     return _network(address, _BLOCK_BITS)
 
 

@@ -1,8 +1,8 @@
-"""Rates of recent transfers to a block of client addresses, which catalogs' answers announce to new clients.
+"""Rates of recent transfers to a block of client addresses, announced to new clients in the answers with catalogs.
 
 A client's first play then has a prior for its link, as CMSD gives one to video players. A rate is measured only while a
-connection has more to send than its transport takes, so a player's pauses do not count. Everything is bounded, in
-memory, and forgotten after a day. A relay measures its own clients: the origin's path is another one.
+connection has more to send than its transport accepts, so a player's pauses do not count. All rates are in bounded
+memory, and expire after a day. A relay measures the paths to its own clients, not the path to its origin.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvabr.server.addresses import block_of, site_of
 from kvabr.types.naming import MAX_RATE_KBPS
 
 _MAX_BLOCKS, _MAX_SITES = 4096, 16
-"""Blocks, and sites (`kvabr.server.addresses`) in each; the least recently connected are dropped."""
+"""Maximum blocks, and sites (`kvabr.server.addresses`) per block; the least recently connected are dropped."""
 _MAX_AGE_S = 86_400.0
 _MIN_BYTES, _MIN_ROUNDS = 64 << 10, 2.0
-"""Least bytes and round trips of a measurement: acknowledgements arrive in bursts."""
+"""Minimum bytes and round trips of a measurement, since acknowledgements arrive in bursts."""
 _GROWN = 2.0
-"""A measurement above this multiple of the rate replaces it, as in slow start; others count half."""
+"""A measurement above this multiple of the old rate replaces it, as in slow start; others are averaged with it."""
 
 
 class SiteRate:
@@ -31,7 +31,7 @@ class SiteRate:
 
     def __init__(self) -> None:
         self.rate, self.at_s = 0.0, -math.inf
-        """Bytes per second, 0.0 if unknown; and time of measurement."""
+        """Rate in bytes per second, 0.0 if unknown; and time of its measurement."""
         self._limited: set[object] = set()
         self._now_s = self._busy_s = 0.0
         self._bytes = 0
@@ -39,7 +39,7 @@ class SiteRate:
     def note(self, connection: object, delivered: int, round_s: float, now_s: float, *, limited: bool) -> None:
         """Record the bytes that a peer has acknowledged since the last call.
 
-        ``limited``: the connection has more to send than its transport takes.
+        ``limited``: the connection has more to send than its transport accepts.
         """
         if self._limited:
             self._bytes += delivered
@@ -65,7 +65,7 @@ class AnnouncedRates:
         return block.setdefault(site_of(address), SiteRate())
 
     def of(self, address: str) -> int:
-        """Return the rate to announce, a power of two of kbit/s, the median of the block's sites; 0 if unknown."""
+        """Return the rate to announce in kbit/s: the median of the block's sites as a power of two; 0 if unknown."""
         since_s = self.clock() - _MAX_AGE_S
         block: Mapping[str, SiteRate] = self._blocks.get(block_of(address), {})
         known = [site.rate for site in block.values() if site.rate > 0 and site.at_s >= since_s]

@@ -1,8 +1,8 @@
 """Memory and bandwidth that connections share: budgets per connection, per address, and in total.
 
-A group stays in memory while it is sent. When a budget is full, further groups wait in order of arrival, and a complete
-group that has been open for a while is parked: closed, and loaded again when its answer continues. So no answer fails
-for lack of memory, and a slow client gives way.
+A group stays in memory while it is sent. When a budget is exhausted, further groups wait in order of arrival. A
+complete group that has been open for a while can then be closed, and is loaded again when its answer continues. So no
+answer fails for lack of memory, and slow clients do not block others.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from kvabr.server.addresses import site_of
 from kvabr.server.limits import ServerLimits
 
 MIN_IN_FLIGHT_BYTES = 256 << 10
-"""Bytes that every connection may have in flight in any case."""
+"""Bytes that every connection may always have in flight."""
 OPEN_S = 10.0
-"""Seconds until an open group may be parked."""
+"""Seconds after which an open group may be closed to free memory."""
 _CHECK_S = 1.0
 _WAKE_BATCH = 16
 
 
 class Holder(Protocol):
-    """An answer with a group in memory."""
+    """An answer that may hold a group in memory."""
 
     def on_more(self) -> None:
-        """Continue: there may be room now."""
+        """Try again, since memory may be free."""
 
     def may_park(self) -> bool:
-        """Return whether its group may be closed and loaded again."""
+        """Return True if its group may be closed now, and loaded again later."""
 
     def close(self) -> None:
         """Close its group for now, and call `ConnectionBudget.leave`."""
 
 
 class Account:
-    """Usage and bounds of one connection, one address, or all."""
+    """Usage and limits of one connection, of one address, or of the server."""
 
     def __init__(self, memory: int, in_flight: int) -> None:
         self.max_memory, self.max_in_flight = memory, in_flight
         self.memory = self.in_flight = self.connections = 0
         self.open: dict[Holder, float] = {}
-        """Answers with an open group, and when they opened it, earliest first."""
+        """Answers with an open group, with the time of opening, earliest first."""
         self.waiting: dict[Holder, None] = {}
 
     def parkable(self, since_s: float) -> Holder | None:
-        """Return an answer with a group opened before ``since_s`` that may be closed."""
+        """Return an answer whose group was opened before ``since_s`` and may be closed, or None."""
         return next((one for one, opened_s in self.open.items() if opened_s < since_s and one.may_park()), None)
 
 
 class Budgets:
-    """All accounts of a server."""
+    """The budgets of all connections of a server."""
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time.monotonic) -> None:
 
@@ -65,7 +65,7 @@ class Budgets:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, address: str) -> ConnectionBudget | None:
-        """Return a new connection's account; None if its address has too many."""
+        """Return a new connection's budget, or None if its address has too many connections."""
         limits, site = self._limits, site_of(address)
         shared = self.addresses.get(site)
         if shared is not None and shared.connections >= limits.connections_per_address:
@@ -86,7 +86,7 @@ class Budgets:
             self.addresses.pop(budget.site, None)
 
     def wait(self, holder: Holder, account: Account) -> None:
-        """Call ``holder.on_more`` when an account may have room."""
+        """Call ``holder.on_more`` when an account may have free memory."""
         if self._waiting.get(holder) is not account:
             self.stop_waiting(holder)
             self._waiting[holder] = account
@@ -100,7 +100,7 @@ class Budgets:
             del account.waiting[holder]
 
     def freed(self, accounts: Iterable[Account]) -> None:
-        """Wake some waiting answers after this turn of the event loop."""
+        """Wake some waiting answers in the next iteration of the event loop."""
         before = len(self._freed)
         self._freed.update((account, None) for account in accounts if account.waiting)
         if self._freed and not before:
@@ -120,20 +120,20 @@ class Budgets:
 
 
 class ConnectionBudget:
-    """One connection's share of the budgets."""
+    """One connection's view of the budgets."""
 
     def __init__(self, budgets: Budgets, site: str, accounts: tuple[Account, Account, Account]) -> None:
-        """Prefer `Budgets.enter`; ``accounts``: of the connection, its address, and all."""
+        """Prefer `Budgets.enter`. ``accounts``: of the connection, of its address, and of the server."""
         self.site, self.accounts = site, accounts
         self._budgets = budgets
         self.in_flight = 0
-        """Bytes given to QUIC and not acknowledged."""
+        """Bytes given to QUIC but not acknowledged."""
         self._held: dict[Holder, int] = {}
 
     def take(self, holder: Holder, memory: int) -> bool:
-        """Record an answer's memory if it fits, and park others for it. A group larger than a budget may be alone.
+        """Record an answer's memory, closing other groups if necessary. A group larger than a budget fits if alone.
 
-        If no group can be parked, return False and call ``holder.on_more`` later.
+        If it does not fit, return False, and call ``holder.on_more`` later.
         """
         since_s = self._budgets.clock() - OPEN_S
         for account in self.accounts:
@@ -148,7 +148,7 @@ class ConnectionBudget:
         return True
 
     def hold(self, holder: Holder, memory: int) -> None:
-        """Record an answer's memory, once."""
+        """Record an answer's memory, unless already recorded."""
         if memory and holder not in self._held:
             self._held[holder] = memory
             for account in self.accounts:
@@ -166,7 +166,7 @@ class ConnectionBudget:
         self._budgets.freed(self.accounts)
 
     def note(self, in_flight: int) -> None:
-        """Record the bytes in flight."""
+        """Record the current bytes in flight."""
         for account in self.accounts:
             account.in_flight += in_flight - self.in_flight
         self.in_flight = in_flight
@@ -174,7 +174,7 @@ class ConnectionBudget:
     def allowance(self) -> int:
         """Return how many more bytes QUIC may have now.
 
-        When all connections together reach their bound, each may have an equal share.
+        When an address or the server is at its limit, each connection gets an equal share of it.
         """
         own, *shared = self.accounts
         most = own.max_in_flight

@@ -1,4 +1,4 @@
-"""Certificates of a server: check them before binding, or make one for development."""
+"""Certificates of a server: check them before binding, or create one for development."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_bytes, write_file
 from kvabr.types.errors import AssetError, TransportError
 
 DEV_DAYS = 13
-"""Days of a development certificate; browsers pin fingerprints for at most 14."""
+"""Days of validity of a development certificate; browsers accept pinned fingerprints for at most 14."""
 
 _MAX_PEM_BYTES = 1 << 20
 _DEV_HINT = "for a first try, --dev makes a certificate"
@@ -32,17 +32,17 @@ class ServerTls:
     """Files of a server's certificate and key."""
 
     certfile: Path
-    """PEM chain, the server's own first."""
+    """PEM file with the certificate chain, the server's own first."""
     keyfile: Path
-    """PEM, without a password."""
+    """PEM file with the private key, without a password."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
-    """Contents of a certificate for users."""
+    """The contents of a certificate that a user needs."""
 
     fingerprint: str
-    """SHA-256 of its DER form, hex."""
+    """SHA-256 of its DER form, in hex."""
     names: tuple[str, ...]
     """Its host names and addresses."""
     not_after: datetime
@@ -53,10 +53,10 @@ class CertificateError(TransportError):
 
 
 def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
-    """Check that a certificate and its key can be served at a time (None: now), and return its contents.
+    """Check that a certificate and its key can be used at a time (None: now), and return its contents.
 
-    Raises `CertificateError` if a file is missing, unreadable or not PEM, the key is another certificate's, or the
-    certificate is not valid then.
+    Raises `CertificateError` if a file is missing, unreadable or not PEM, if the key does not match, or if the
+    certificate is not valid at that time.
     """
     now = datetime.now(UTC) if now is None else now
     try:
@@ -90,10 +90,10 @@ def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
 
 
 def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[bytes, bytes]:
-    """Make a certificate for development and its key (ECDSA on P-256), both PEM.
+    """Return a new development certificate and its key (ECDSA on P-256), both as PEM.
 
-    It is for ``hosts``, ``localhost``, ``127.0.0.1`` and ``::1``, and valid from an hour before ``now``, in case clocks
-    are wrong. No authority signs it: clients need its fingerprint.
+    It is valid for ``hosts``, ``localhost``, ``127.0.0.1`` and ``::1``, and from an hour before ``now``, since clocks
+    may differ. It is not signed by an authority: clients need its fingerprint.
     """
     now = datetime.now(UTC) if now is None else now
     key = ec.generate_private_key(ec.SECP256R1())
@@ -131,7 +131,7 @@ def development(*hosts: str) -> ServerTls:
     try:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with (folder / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # if two servers start at once, one makes it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # if two servers start at once, only one creates it
             if not _lasts(tls, datetime.now(UTC) + timedelta(days=1)):
                 certificate, key = make(hosts)
                 write_file(tls.keyfile, key, mode=PRIVATE)

@@ -1,4 +1,4 @@
-"""One connection of a server: the peer's requests and their answers."""
+"""One connection of a server: the client's requests and their answers."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 _MOQ_RS = b"moq-lite"
-"""How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
-See also `Responder.lenient` and `Subscriptions.to_track`."""
+"""Implementation name of moq-rs. Its version 0.5 treats a gap between object IDs as a loss, so objects for it are
+numbered 0, 1, 2. See also `Responder.lenient` and `Subscriptions.to_track`."""
 _MAX_ENDED = 256
-"""Reset streams to remember: both sides may be reset separately."""
+"""Number of reset streams to remember: both sides of a stream may be reset separately."""
 _MIN_REQUESTS = 8
-"""Requests that each connection may have when the server is at its limit."""
+"""Requests that each connection may have even when the server is at its limit."""
 _OfTrack = Fetch | Subscribe | TrackStatus
 
 
@@ -54,7 +54,7 @@ class Host:
         self.rates: AnnouncedRates | None = None
         self.peers: set[ClientConnection] = set()
         self.requests = 0
-        """In flight, on all connections."""
+        """Number of requests in flight on all connections."""
         self.draining = False
 
     def left(self, peer: ClientConnection) -> None:
@@ -63,10 +63,10 @@ class Host:
 
 
 class ClientConnection(Endpoint):
-    """One connection of a server."""
+    """The server's end of one client's connection."""
 
     starts_at_once = False
-    """SETUP goes only to admitted peers, so that others learn of their refusal while they connect."""
+    """False: SETUP is sent only to admitted clients, so that others see their refusal while connecting."""
 
     def __init__(self, server: Host) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ClientConnection(Endpoint):
         """Bytes given to the transport, and acknowledged."""
         self._queue = SendQueue(self._send, self._may_send)
         self._underway: set[int] = set()
-        """Streams given to the transport that the peer may lack in part."""
+        """Streams given to the transport but not yet delivered in full."""
         self._feeding = False
         rate = server.limits.requests_per_s
         self._requests_left, self._updates_left = RateLimiter(rate), RateLimiter(rate)
@@ -95,7 +95,7 @@ class ClientConnection(Endpoint):
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is not finished or acknowledged."""
+        """True if an answer is unfinished or unacknowledged."""
         return len(self._queue) > 0 or bool(self._underway) or bool(self._lookups)
 
     @property
@@ -157,7 +157,8 @@ class ClientConnection(Endpoint):
     def _count_end(self, stream: int) -> None:
         """Count a stream that the peer has reset, whether or not it carried a request.
 
-        A cancelled request resets both sides of its stream, and our stream with the answer.
+        If the peer cancels a request, it resets both directions of the request's stream, and our stream with the
+        answer.
         """
         if stream & 1 or stream in self._ended:
             return
@@ -219,10 +220,10 @@ class ClientConnection(Endpoint):
         self._site.note(self, more, self.transport.round_trip() or 0.0, self._server.rates.clock(), limited=limited)
 
     def _end(self, job: Sending, error: Exception | None) -> None:
-        """Finish an answer that was sent, or broke with an error."""
+        """Finish an answer that was sent, or failed with ``error``."""
         number, stream, responder = job.request.number, job.stream, self._responder
         if stream is None:
-            assert error is not None  # noqa: S101  # nothing is sent without a stream
+            assert error is not None  # noqa: S101  # only a failed answer has no stream
             self._refuse_for(number, error)
         elif job.subgroup is not None:
             responder.pushed(number, stream, reset=None if error is None else ResetCode.INTERNAL_ERROR)
@@ -259,7 +260,7 @@ class ClientConnection(Endpoint):
             self.settle_and_send()
 
     def reconsider(self, now_s: float) -> None:
-        """End requests, or the connection, no longer allowed at ``now_s`` (since 1970)."""
+        """End requests, or the connection, that are no longer allowed at ``now_s`` (seconds since 1970)."""
         session = self.session
         if self._over or session is None:
             return
@@ -283,7 +284,7 @@ class ClientConnection(Endpoint):
         self.settle_and_send()
 
     def say_goodbye(self) -> None:
-        """Close the connection."""
+        """Close the connection because the server closes."""
         if not self._over:
             self.shut(SessionCode.GOAWAY_TIMEOUT if self.busy else SessionCode.NO_ERROR, "the server closes")
 
@@ -373,7 +374,7 @@ class ClientConnection(Endpoint):
             self.settle_and_send()
 
     def _answer(self, number: int, message: _OfTrack, grant: Grant, find: Callable[[], Publication | None]) -> None:
-        """Answer a request with the track that ``find`` returns, or refuse it; raise its `BlockingIOError`."""
+        """Answer a request with the track that ``find`` returns, or refuse it; pass on its `BlockingIOError`."""
         try:
             found = find()
             if found is None:
@@ -386,7 +387,7 @@ class ClientConnection(Endpoint):
             self._refuse_for(number, error)
 
     def _serve(self, number: int, message: _OfTrack, grant: Grant, found: Publication) -> None:
-        if (denial := self.access.recheck_request(grant, found, time.time())) is not None:  # since it was requested
+        if (denial := self.access.recheck_request(grant, found, time.time())) is not None:  # since the request
             self._refuse(number, denial.request, denial.reason)
             return
         parameters = message.parameters
@@ -405,11 +406,11 @@ class ClientConnection(Endpoint):
         accept = partial(self._responder.accept_fetch, request.number, wanted.end, end_of_track=wanted.end_of_track)
         job = self._job(request, wanted.groups, accept=accept)
         if request.publication.dear:
-            job.ready()  # begin to fetch the group if there is room for it
+            job.ready()  # begin to fetch the group if there is memory for it
         self._queue.add(job)
 
-    def _push(self, subscription: Subscription, part: GroupRange, header: SubgroupHeader, stream: int) -> None:
-        self._queue.add(job := self._job(subscription.request, [part], stream=stream, subgroup=header))
+    def _push(self, subscription: Subscription, group_range: GroupRange, header: SubgroupHeader, stream: int) -> None:
+        self._queue.add(job := self._job(subscription.request, [group_range], stream=stream, subgroup=header))
         if (timeout_s := subscription.timeout_s) is not None:
             asyncio.get_running_loop().call_later(timeout_s, self._too_late, job)
 

@@ -1,4 +1,4 @@
-"""The objects of a track that a FETCH receives, from its start and end locations."""
+"""The objects that a FETCH receives, computed from its start and end locations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvabr.types.errors import KvabrError
 from kvabr.types.words import counted
 
 DESCENDING = 2
-"""GROUP_ORDER: the newest group first."""
+"""Value of GROUP_ORDER: the newest group first."""
 
 
 class FetchRangeError(KvabrError):
-    """A FETCH begins after the end of the track, or requests only groups that the producer left out."""
+    """A FETCH starts after the end of the track, or requests only groups that the producer omitted."""
 
     def __init__(self, code: RequestCode, why: str) -> None:
         super().__init__(why)
@@ -26,12 +26,12 @@ class FetchRangeError(KvabrError):
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """One group of a FETCH, and the range of its objects."""
+    """A range of objects of one group of a FETCH."""
 
     group: int
     first_object: int
     end_object: int | None
-    """After the last object; None for all."""
+    """ID after the last object; None: to the end of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,17 @@ class FetchRange:
     """The answer to a FETCH."""
 
     groups: tuple[GroupRange, ...]
-    """In sending order; at least one."""
+    """At least one, in sending order."""
     end: Location
     """End Location of FETCH_OK: the last location plus one."""
     end_of_track: bool
-    """Whether it includes the end of the track."""
+    """True if the end of the track is included."""
 
     @classmethod
     def of(cls, message: Fetch, publication: Publication, *, dense: bool) -> FetchRange:
-        """Limit the range of a FETCH, which does not end before its start, to published groups.
+        """Limit the range of a FETCH, with its end not before its start, to published groups.
 
-        Raise `FetchRangeError` if none is left.
+        Raises `FetchRangeError` if none is left.
         """
 
         def last_of(group: int) -> int:
@@ -81,5 +81,5 @@ class FetchRange:
 
 
 def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
-    """Return the ID of a group's last object; ``dense`` if numbered 0, 1, 2."""
+    """Return the ID of a group's last object; ``dense``: IDs are 0, 1, 2."""
     return len(objects) - 1 if dense else objects[-1].object_id

@@ -7,10 +7,10 @@ The file of ``kvabr serve --grants``::
                  "models": ["*"], "expires": "2027-01-31T12:00:00Z"}]}
 
 ``models``, ``id`` and ``expires`` are optional. ``id`` identifies the token in logs and metrics (default: the name);
-successive tokens of one holder have one name and different IDs. ``expires`` is a time with its zone (RFC 3339) or
+successive tokens of one holder have the same name and different IDs. ``expires`` is a time with its zone (RFC 3339) or
 seconds since 1970.
 
-One round of SHA-256 is enough for `new_token`'s 256 random bits; a password would be guessed.
+One round of SHA-256 is enough, since tokens of `new_token` have 256 random bits; a password could be guessed.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ _EMPTY = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The assets that one token opens."""
+    """The assets that one token may read."""
 
     name: str
     assets: tuple[str, ...] = ("*",)
     """Shell patterns of asset names: ``STORE/DIGEST``, or ``DIGEST`` alone; ``*`` also matches slashes."""
     models: tuple[str, ...] = ("*",)
-    """Patterns of model names. An asset must match one of each."""
+    """Shell patterns of model names. An asset must match one pattern of each kind."""
     token_sha256: str = field(default="", repr=False)
-    """Hex. Identifies the grant: if its patterns change, open connections get the new ones."""
+    """SHA-256 of the token, in hex. Identifies the grant: if its patterns change, they apply to open connections."""
     token_id: str = ""
-    """Its ID; empty: the name."""
+    """ID of the token; empty: the name."""
     expires_s: float | None = None
-    """Seconds since 1970; None: never."""
+    """Expiry in seconds since 1970; None: never."""
 
     @property
     def id(self) -> str:
-        """The token's name in logs and metrics."""
+        """The token's ID in logs and metrics."""
         return self.token_id or self.name
 
     def expired(self, now_s: float) -> bool:
-        """Return whether the token has expired at ``now_s`` (since 1970)."""
+        """Return True if the token has expired at ``now_s`` (seconds since 1970)."""
         return self.expires_s is not None and now_s >= self.expires_s
 
     def may_read(self, folder: str, model: str) -> bool:
-        """Return whether it opens the asset in ``folder`` of ``model``."""
+        """Return True if the token may read an asset named ``folder`` of ``model``."""
         return any(fnmatchcase(folder, pattern) for pattern in self.assets) and any(
             fnmatchcase(model, pattern) for pattern in self.models
         )
 
 
 EVERYTHING = Grant("everyone")
-"""Grant of everyone on a server without tokens."""
+"""The grant of every client on a server without tokens."""
 
 
 class Grants:
@@ -116,14 +116,14 @@ class Grants:
     def check(self, token: bytes | None) -> Grant | None:
         """Return a token's grant, which may have expired, or None.
 
-        Compare every entry in constant time, so that the time reveals nothing.
+        Compares every entry in constant time, so that timing reveals nothing.
         """
         digest = hashlib.sha256(token or b"").digest()
         same = [hmac.compare_digest(digest, known) for known in self._digests]
         return self._grants[same.index(True)] if any(same) else None
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """Return the current grant of an earlier grant's token; None if withdrawn."""
+        """Return the current grant of the same token; None if withdrawn."""
         return self._by_digest.get(grant.token_sha256)
 
     @classmethod
@@ -143,7 +143,7 @@ class Grants:
 
 
 def new_token(name: str = "name-me", days: float | None = None) -> tuple[str, dict[str, object]]:
-    """Return a new random token, valid for some days (None: forever), and its entry for the file of grants."""
+    """Return a new random token, valid for ``days`` (None: forever), and its entry for the file of grants."""
     token = secrets.token_urlsafe(32)
     digest = hashlib.sha256(token.encode()).hexdigest()
     entry: dict[str, object] = {"name": name, "id": f"{name}.{secrets.token_hex(4)}", "token_sha256": digest}
@@ -155,7 +155,7 @@ def new_token(name: str = "name-me", days: float | None = None) -> tuple[str, di
 
 
 def token_in_path(path: bytes | None) -> bytes | None:
-    """Return the token in a URL's query, ``?token=...``, for peers that cannot send it otherwise, or None."""
+    """Return the token in a URL's query, ``?token=...``, or None; for clients that cannot send it otherwise."""
     try:
         found = parse_qs(urlsplit((path or b"").decode()).query, max_num_fields=64).get("token")
     except ValueError:  # too many fields, not Unicode, or not a URL
@@ -164,7 +164,7 @@ def token_in_path(path: bytes | None) -> bytes | None:
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """Unknown fields are refused: a misspelt "assets" must not open everything."""
+    """An entry of the file. Unknown fields are refused: a misspelt "assets" must not allow everything."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     token_sha256: str

@@ -1,4 +1,4 @@
-"""Limits on peers, and the errors that refuse requests beyond them."""
+"""Limits on clients, and the errors that refuse requests beyond them."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportErr
 
 MISSING = "no such track, or you may not read it"
 BUSY_MS = 1000
-"""Milliseconds until a peer that was refused for load may try again."""
+"""Milliseconds after which a client that was refused because of load may retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds on connections, requests, open groups and bytes in flight."""
+    """Limits on connections, requests, open groups and bytes in flight."""
 
     connections: int = 512
-    """Connections at a time."""
+    """Maximum connections at a time."""
     connections_per_address: int = 480
-    """Connections at a time of one IPv4 address or IPv6 network of 64 bits."""
+    """Maximum connections at a time of one IPv4 address or IPv6 /64 network."""
     requests_per_connection: int = 1024
-    """Requests in flight on one connection. A play requests the base of all its groups at once."""
+    """Maximum requests in flight on one connection. A play requests the base of all its groups at once."""
     requests: int = 8192
-    """Requests in flight on all connections together."""
+    """Maximum requests in flight on all connections together."""
     requests_per_s: float = 2000.0
-    """Requests per second of one connection, averaged over a second; priority updates have the same bound."""
+    """Maximum requests per second on one connection, and maximum priority updates; bursts may use a second's worth."""
     idle_s: float = 60.0
-    """Seconds until a silent connection is closed."""
+    """Seconds after which a silent connection is closed."""
     handshake_s: float = 10.0
-    """Seconds until a new connection's SETUP must have arrived."""
+    """Seconds within which a new connection's SETUP must arrive."""
     memory_per_connection: int = 64 << 20
-    """Bytes of groups in memory for one connection; see `kvabr.server.budgets`."""
+    """Maximum bytes of groups in memory for one connection; see `kvabr.server.budgets`."""
     memory_per_address: int = 128 << 20
     """The same for one address."""
     memory: int = 256 << 20
     """The same for all connections together."""
     in_flight_per_connection: int = 16 << 20
-    """Bytes in flight on one connection: sent and not acknowledged."""
+    """Maximum bytes in flight on one connection: sent but not acknowledged."""
     in_flight_per_address: int = 128 << 20
-    """The same for one address. Beyond it each of its connections gets an equal share."""
+    """The same for one address. At this limit each of its connections gets an equal share."""
     in_flight: int = 256 << 20
     """The same for all connections together."""
 
@@ -53,7 +53,7 @@ class ServerLimits:
 
 
 class RateLimiter:
-    """A token bucket that holds one second's worth of requests."""
+    """A token bucket that holds a second's worth of requests."""
 
     def __init__(self, rate: float) -> None:
         """Start full; ``rate`` is in requests per second."""
@@ -61,7 +61,7 @@ class RateLimiter:
         self._left, self._at_s = rate, time.monotonic()
 
     def take(self) -> bool:
-        """Count a request, and return whether it is within the rate. Requests beyond it run up a debt."""
+        """Count a request, and return True if it is within the rate. Requests beyond the rate add to a debt."""
         now = time.monotonic()
         self._left = min(self.rate, self._left + (now - self._at_s) * self.rate)
         self._at_s = now
@@ -73,13 +73,13 @@ class RateLimiter:
 
     @property
     def overdrawn(self) -> bool:
-        """Whether the debt has reached a second's worth of requests, so the peer ignores refusals."""
+        """True if the debt has reached a second's worth of requests: the client ignores refusals."""
         return self._left <= 1 - self.rate
 
 
 def refusal(error: Exception) -> tuple[RequestCode, str, int | None]:
-    """Return the REQUEST_ERROR for a failed source: code, reason, milliseconds until a retry."""
-    if not isinstance(error, TransportError):  # its text names files
+    """Return code, reason, and milliseconds until a retry, for the REQUEST_ERROR after a failure."""
+    if not isinstance(error, TransportError):  # the text has file names
         return RequestCode.INTERNAL_ERROR, "the publisher cannot read that group", None
     if isinstance(error, UnauthorizedError):
         return RequestCode.UNAUTHORIZED, "the origin refuses the relay's token", None

@@ -1,8 +1,8 @@
-"""Assets of a folder that are still being written.
+"""Assets in a folder that are still being written.
 
-While an asset grows, its name has the tracks `kvabr.live`, its live catalog; `kvabr.edge`, the news of each group of
-tokens; and its levels, with the announced groups. A lookup among growing assets has a name of its own. The levels of
-the complete asset continue under the same names; earlier players can finish for a while, also if the producer is
+While an asset grows, it has the tracks `kvabr.live`, its live catalog; `kvabr.edge`, the news of each group of tokens;
+and its levels, with the announced groups. Lookups among growing assets have a separate track name. After its end, the
+complete asset serves the levels under the same names. Earlier players can finish for a while, even if the producer was
 killed.
 """
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 SCAN_S, POLL_S = 0.05, 0.004
-"""Seconds between scans for new assets, and between reads of growing ones."""
+"""Seconds between scans for new assets, and between reads of growing assets."""
 MAX_LIVE = 64
-"""Assets to follow at a time; as many that ended recently stay."""
+"""Maximum number of growing assets, and of recently ended ones."""
 LINGER_S = 120.0
-"""Seconds to serve an ended asset to earlier players."""
+"""Seconds for which an ended asset is served to earlier players."""
 STALLED_S = 600.0
-"""Seconds without news until an asset is given up, even if its producer lives."""
+"""Seconds without news after which an asset is ended, even if its producer is alive."""
 _ALIVE_S = 0.5
 _FIND_S = 0.5
 
@@ -49,9 +49,9 @@ class FollowedAsset(GrowingAsset):
         self.follower, self.store = follower, follower.store
         self.name = label + follower.live.catalog.namespace.prompt
         self.settled = False
-        """Whether an ended asset is done with."""
+        """True if an ended asset needs no further checks."""
         self.partial = True
-        """Whether no scan has found it complete yet."""
+        """True until a scan has found it complete."""
         self.changed_s = time.monotonic()
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
@@ -69,7 +69,7 @@ class FollowedAsset(GrowingAsset):
                 self.take(message)
 
     def differs(self, catalog: Catalog) -> bool:
-        """Return whether a complete asset of this name has different frames under the same track names."""
+        """Return True if a complete asset of this name has different frames under the same track names."""
         for name, level in self.levels.items():
             track = catalog.published.get(name)
             if track is not None and 0 < level.groups <= len(track.digests):
@@ -80,7 +80,7 @@ class FollowedAsset(GrowingAsset):
         return not self.gone and grant.may_read(self.name, self.namespace.model)
 
     def shared(self, namespace: TrackNamespace, track: str) -> int:
-        """Return the number of leading groups that a lookup shares with this asset, published ones if it has ended."""
+        """Return the number of leading groups shared with a lookup; if the asset has ended, of published groups."""
         catalog = self.catalog
         if (catalog.namespace.model, catalog.chunks[0]) != (namespace.model, namespace.prompt):
             return 0
@@ -93,7 +93,7 @@ class FollowedAsset(GrowingAsset):
 
 
 class LiveAssets:
-    """Follows all assets being written in a folder, in one event loop, except for `find`."""
+    """Follows all assets being written in a folder. Not thread-safe, except for `find`."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class LiveAssets:
         on_ended: Callable[[], object] = lambda: None,
         on_gone: Callable[[], object] = lambda: None,
     ) -> None:
-        """``on_ended`` is called in a thread when assets may be complete, ``on_gone`` after one was removed."""
+        """``on_ended`` is called in a thread when assets may be complete; ``on_gone`` after one was removed."""
         self._stores, self._log, self._on_ended, self._on_gone = stores, log, on_ended, on_gone
         self._assets: tuple[FollowedAsset, ...] = ()
-        """Oldest first; replaced as a whole because other threads read it."""
+        """Oldest first. The tuple is replaced, never changed, because other threads read it."""
         self._refused: set[str] = set()
         self._found: dict[str, AssetStore] = {}
         self._found_s = -math.inf
@@ -145,12 +145,12 @@ class LiveAssets:
                     await self.check()
                     checked_s = time.monotonic()
                 await self.notify()
-            except Exception:  # noqa: BLE001  # a server that stops following assets would be worse
+            except Exception:  # noqa: BLE001  # keep following assets
                 self._log.exception("cannot look for live assets")
             await asyncio.sleep(SCAN_S)
 
     async def scan(self) -> None:
-        """Find new assets; drop removed ones, and those that ended a while ago."""
+        """Add new assets; drop removed assets, and those that ended a while ago."""
         keys, new, refused, crowded = await asyncio.to_thread(self._scan_folder, self._assets)
         self._refused &= keys
         for key, why in refused.items():
@@ -165,11 +165,11 @@ class LiveAssets:
         for asset in new:
             where = {"model": asset.namespace.model, "groups": len(asset.catalog.chunks)}
             self._log.info("live asset", asset=asset.name, **where)
-            self._poll(asset)  # before lookups can find it, which need its published groups
+            self._poll(asset)  # before lookups can find it, since they need its published groups
         now_s, ended = time.monotonic(), [asset for asset in self._assets if asset.over]
         for asset in self._assets:
             if asset.partial and asset.over and not asset.settled:
-                asset.changed_s = now_s  # its producer still writes
+                asset.changed_s = now_s  # its producer is still writing
             if asset.gone:
                 asset.settled = True
                 asset.end("the asset was removed")
@@ -195,7 +195,7 @@ class LiveAssets:
                     self._end(asset, f"its producer has published nothing for {STALLED_S:g} s")
                 continue
             if not asset.over:
-                self._poll(asset)  # its producer may have ended it a moment ago
+                self._poll(asset)  # its producer may just have ended it
             asset.settled = True
             if not asset.over:
                 whole = asset.chunks == len(asset.catalog.chunks) and asset.follower.is_published(0)
@@ -208,7 +208,7 @@ class LiveAssets:
             await asyncio.to_thread(self._on_ended)
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str) -> tuple[FollowedAsset, Publication] | None:
-        """Return a track that a grant may read, and its asset."""
+        """Return the asset and its track, if the grant may read it, or None."""
         readable = [asset for asset in self._assets if asset.readable(grant)]
         if track.startswith(LIVE_PREFIX_TRACK):
             shared = [(asset.shared(namespace, track), not asset.over, asset) for asset in readable]
@@ -220,7 +220,7 @@ class LiveAssets:
         return next(((asset, found) for asset in named[:1] if (found := asset.track(track)) is not None), None)
 
     def profile(self, grant: Grant, namespace: TrackNamespace) -> FollowedAsset | None:
-        """Return an asset with this codec profile that a grant may read."""
+        """Return an asset that uses this codec profile and that the grant may read, or None."""
         named = namespace.model, namespace.prompt
         readable = (asset for asset in self._assets if asset.readable(grant))
         return next((one for one in readable if (one.namespace.model, one.catalog.profile) == named), None)
@@ -232,7 +232,7 @@ class LiveAssets:
             self._end(asset, str(error)[:300])
         except AssetError as error:
             self._log.warning("live asset unreadable", asset=asset.name, error=str(error))
-            self._end(asset, "its updates cannot be read")  # without the path, which players need not see
+            self._end(asset, "its updates cannot be read")  # without the path, which players should not see
         if asset.over:
             self._outdated = True
 
@@ -264,12 +264,12 @@ class LiveAssets:
         keys = [(label, own, key) for label, own in stores if isinstance(own, LocalStore) for key in live_keys(own)]
         barred = self._refused | {asset.follower.key for asset in known}
         fresh = [each for each in keys if each[2] not in barred]
-        room = max(0, MAX_LIVE - sum(not asset.over for asset in known))
+        free = max(0, MAX_LIVE - sum(not asset.over for asset in known))
         new, refused = list[FollowedAsset](), dict[str, str]()
-        for label, own, key in fresh[:room]:
+        for label, own, key in fresh[:free]:
             try:
                 new.append(FollowedAsset(LiveFollower(own, key), label))
             except (AssetError, FormatError) as error:
-                if not isinstance(error.__cause__, NotFoundError):  # else it was complete a moment ago
+                if not isinstance(error.__cause__, NotFoundError):  # else it has just become complete
                     refused[key] = str(error)
-        return {key for _, _, key in keys}, new, refused, len(fresh) > room
+        return {key for _, _, key in keys}, new, refused, len(fresh) > free

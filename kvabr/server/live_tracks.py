@@ -1,7 +1,7 @@
-"""The tracks of a growing asset: its news, and its levels with the announced groups. For the event loop only.
+"""The tracks of a growing asset: its news, and its levels with the announced groups. Not thread-safe.
 
-A growing track ends once: complete, or with the reason why its producer stopped; its groups stay. An origin reads them
-from a folder (`kvabr.server.live_assets`), a relay from its origin (`kvabr.server.relay_live`).
+A growing track ends once: complete, or with the reason why its producer stopped. Its groups stay available. An origin
+reads them from a folder (`kvabr.server.live_assets`), a relay from its origin (`kvabr.server.relay_live`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvabr.types.units import Unit
 from kvabr.types.words import counted
 
 MAX_NEWS_BYTES = 64 << 20
-"""Bound on one asset's news."""
+"""Maximum bytes of one asset's news."""
 
 
 class GrowingPublication(Publication):
@@ -35,18 +35,18 @@ class GrowingPublication(Publication):
         self._notifying = False
 
     def grow(self, groups: int) -> None:
-        """Announce that groups below ``groups`` exist."""
+        """Set the number of published groups, and notify subscriptions."""
         self.groups = groups
         self._notify_soon()
 
     def finish(self, failure: str = "") -> None:
-        """Announce the end, with a reason if incomplete. Idempotent."""
+        """End the track, with a reason if it is incomplete, and notify subscriptions. Idempotent."""
         if self.growing:
             self.growing, self.failure = False, failure
             self._notify_soon()
 
     def watch(self, subscription: object, changed: Callable[[], None]) -> None:
-        """Call ``changed`` after new groups and the end."""
+        """Call ``changed`` after new groups and after the end."""
         self._watchers[subscription] = changed
 
     def unwatch(self, subscription: object) -> None:
@@ -69,7 +69,7 @@ class GrowingPublication(Publication):
 
 
 class GrowingBytes(GrowingPublication):
-    """A growing track in memory with single-object groups: news about other tracks."""
+    """A growing track in memory, with one object per group; used for news."""
 
     def __init__(self, readable: Callable[[Grant], bool] = lambda _: True) -> None:
         """``readable``: see `Publication`."""
@@ -96,16 +96,16 @@ class GrowingBytes(GrowingPublication):
 
 
 class PublishedFrame(NamedTuple):
-    """The news about one group of a level."""
+    """An announced group of a level."""
 
     unit: Unit
     size: int
     digest: str
-    """Empty if left out by the producer."""
+    """Digest of the frame; empty if the producer omitted the group."""
 
 
 class LiveLevel(GrowingPublication):
-    """One compression level."""
+    """One compression level of a growing asset."""
 
     def __init__(self, asset: GrowingAsset, part: int, level: str, expected: Sequence[int]) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class LiveLevel(GrowingPublication):
         return self.asset.readable(grant)
 
     def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
-        """Publish a group after those before it; None: left out by the producer."""
+        """Publish a group, after all before it; ``frame``: bytes and digest, None if the producer omitted it."""
         size, digest = frame or (0, "")
         self._frames[unit.group] = PublishedFrame(unit, size, digest)
         groups = self.groups
@@ -156,19 +156,19 @@ class LiveLevel(GrowingPublication):
         return self.asset.open(self, group, priority, on_more)
 
     def frame(self, group: int) -> PublishedFrame:
-        """Return the news about a group."""
+        """Return the announcement of a group."""
         return self._frames[group]
 
 
 class GrowingAsset(ABC):
-    """One growing asset, for the event loop only; subclasses fetch its frames."""
+    """A growing asset; subclasses fetch its frames. Not thread-safe."""
 
     dear = False
 
     def __init__(self, live: LiveCatalog, text: BytesPublication | None = None) -> None:
-        """``text``: the live catalog as received.
+        """``text``: the live catalog as received; None: build it.
 
-        Takes long for a long prompt. Raises `FormatError` for names that cannot be served.
+        Slow for a long prompt. Raises `FormatError` for names that cannot be served.
         """
         check_names(live.catalog)
         catalog = self.catalog = live.catalog
@@ -187,7 +187,7 @@ class GrowingAsset(ABC):
         self.news_bytes = 0
         self.over = False
         self.gone = False
-        """Removed, so that sending must stop."""
+        """True if the asset was removed, so that sending must stop."""
 
     @property
     def namespace(self) -> TrackNamespace:
@@ -201,7 +201,7 @@ class GrowingAsset(ABC):
 
     @property
     def watched(self) -> bool:
-        """Whether a peer waits for more of it."""
+        """True if a client subscribes to any of its tracks."""
         return any(track.watched for track in (self.edge, *self.levels.values()))
 
     @abstractmethod
@@ -209,12 +209,12 @@ class GrowingAsset(ABC):
         """Open an existing group, as `Publication.open`."""
 
     def readable(self, grant: Grant) -> bool:
-        """Return whether a grant may read more of it."""
+        """Return True if a grant may still read it."""
         del grant
         return not self.gone
 
     def loads(self, level: LiveLevel, group: int) -> int:
-        """Return the bytes that opening an existing group would load."""
+        """Return the bytes that opening an existing group would load into memory."""
         del level, group
         return 0
 
@@ -231,7 +231,7 @@ class GrowingAsset(ABC):
         return self.edge if name == EDGE_TRACK else self.levels.get(name)
 
     def take(self, message: EdgeMessage) -> None:
-        """Process the next message; raise `FormatError` as `NewsOrder.take`, or if the news are too long."""
+        """Process the next message; raise `FormatError` as `NewsOrder.take`, or if the news are too large."""
         if isinstance(message, LiveEnd):
             self.order.check_key(message)
             missing = len(self.catalog.chunks) - self.chunks
@@ -245,7 +245,7 @@ class GrowingAsset(ABC):
         self.edge.append(data)
 
     def end(self, reason: str) -> None:
-        """End the asset; an empty reason means complete. Idempotent."""
+        """End the asset, with a reason if it is incomplete. Idempotent."""
         if not self.over:
             self.over = True
             for group, names in self.order.coming.items():
@@ -260,7 +260,7 @@ class GrowingAsset(ABC):
                 self.levels[name].publish(unit, frames.get(name))
 
     def abandon(self, reason: str) -> None:
-        """End the tracks here, although the producer may continue."""
+        """End the tracks of this server, although the producer may continue."""
         self.over = True
         for track in (*self.levels.values(), self.edge):
             track.finish(reason)

@@ -37,10 +37,10 @@ class Metrics(MetricSet):
         self.draining = self.gauge("kvabr_draining", "1 from the GOAWAY on.")
 
     def group_sent(self, track: str) -> None:
-        """Count a group sent in full. Lookups are one series: their names would reveal requests."""
+        """Count a group sent in full. All lookups count as one track: their names would reveal requests."""
         label = "lookup" if is_lookup(track) else track
         self.groups_sent_total.labels(self._track(label)).inc()
 
     def token_used(self, token: str) -> None:
-        """Count a request under a token."""
+        """Count a request with a token."""
         self.token_requests_total.labels(self._token(token)).inc()

@@ -1,6 +1,6 @@
-"""The contents of one track of a server: groups of objects, directly from the store.
+"""The contents of one track of a server: groups of objects, read directly from the store.
 
-A transport reads objects without parsing them. Large frames of a folder are read in pieces as they are sent.
+A transport reads objects without parsing them. Large frames in a folder are read in pieces as they are sent.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class ArrivingGroup(ABC):
     """A group that may still be arriving. Its reader must `close` it."""
 
     objects: tuple[ObjectSpan, ...]
-    """Ascending IDs; they cover the group without gaps."""
+    """Objects by ascending ID, which cover the group without gaps."""
     digest: str
     """Digest of the whole group (`kvabr.types.digests`), for receivers without a catalog."""
     size: int
 
     @property
     def memory(self) -> int:
-        """Memory to account for; 0 if kept elsewhere, or accounted for by another reader."""
+        """Bytes that this reader accounts for; 0 if the group is not in memory, or another reader accounts for it."""
         return 0
 
     @property
     def available(self) -> int:
-        """Leading bytes that can be read now.
+        """Number of leading bytes that can be read now.
 
         Raises `TransportError` if the group cannot be fetched, or does not match its catalog.
         """
@@ -43,7 +43,7 @@ class ArrivingGroup(ABC):
 
     @abstractmethod
     def read(self, begin: int, end: int) -> memoryview:
-        """Return available bytes; `AssetError` if their file is no longer readable."""
+        """Return available bytes; raise `AssetError` if the file is no longer readable."""
 
     def prioritise(self, priority: int) -> None:  # noqa: B027  # only a relay's origin has priorities
         """Change the priority: 0 (most urgent) to 255."""
@@ -76,7 +76,7 @@ class OpenedGroup(ArrivingGroup):
 
 
 class LoadingGroup(ArrivingGroup):
-    """A group that a thread reads from a remote store, all at once."""
+    """A group that a thread reads from a remote store as a whole."""
 
     def __init__(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
@@ -95,11 +95,11 @@ class LoadingGroup(ArrivingGroup):
         return 0 if self._frame is None else self.size
 
     def read(self, begin: int, end: int) -> memoryview:
-        assert self._frame is not None  # noqa: S101  # nothing else is available
+        assert self._frame is not None  # noqa: S101  # `available` is 0 before
         return self._frame.read(begin, end)
 
     def close(self) -> None:
-        """Cancel the read; a thread that has begun finishes."""
+        """Cancel the read, unless its thread has begun."""
         self._task.cancel()
 
     async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
@@ -116,27 +116,27 @@ class Publication(ABC):
     groups: int
     """Number of groups so far."""
     growing = False
-    """Whether more may appear."""
+    """True if more groups may be published."""
     failure = ""
-    """Why a track ended incomplete."""
+    """Why the track ended incomplete, or ""."""
     dear = False
-    """Whether opening a group may slowly fetch all of it into memory."""
+    """True if opening a group may be slow, and load it into memory."""
 
     @abstractmethod
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         """Return a group's objects, without opening it."""
 
     def has(self, group: int) -> bool:
-        """Return whether a group exists; a producer may have left it out."""
+        """Return True if a group exists; a producer may have omitted it."""
         return 0 <= group < self.groups
 
     def readable(self, grant: Grant) -> bool:
-        """Return whether a grant may still read the track, which may be gone; short ones are sent completely."""
+        """Return True if a grant may still read the track; short tracks are always sent completely."""
         del grant
         return True
 
     def loads(self, group: int) -> int:
-        """Return the bytes that opening a group would load; 0 if they are there or arriving."""
+        """Return the bytes that opening a group would load; 0 if they are in memory or arriving."""
         return self.objects(group)[-1].end if self.dear else 0
 
     @abstractmethod
@@ -150,16 +150,16 @@ class Publication(ABC):
 
 
 class CatalogLevel(Publication):
-    """One compression level of an asset, with the groups of its catalog."""
+    """One compression level of an asset, as described by its catalog."""
 
     def __init__(self, spec: KVSpec, tokens: int, name: str, sizes: Sequence[int]) -> None:
-        """``sizes``: bytes of the groups of a cache of ``tokens`` tokens."""
+        """``sizes``: bytes of each group of a cache of ``tokens`` tokens."""
         self.groups, self.name = len(sizes), name
         self._spec, self._tokens, self._sizes = spec, tokens, sizes
         self._level, self._part = spec.level_of(name)
 
     def size(self, group: int) -> int:
-        """Return the bytes of a group."""
+        """Return the size of a group in bytes."""
         return self._sizes[group]
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
@@ -173,7 +173,7 @@ class LevelPublication(CatalogLevel):
     def __init__(
         self, asset: Asset, track: str, readable: Callable[[Grant, Asset], bool] = lambda _grant, _asset: True
     ) -> None:
-        """Serve ``track`` of ``asset``; raise `FormatError` if there is none. ``readable``: see `Publication`."""
+        """Publish ``track`` of ``asset``; raise `FormatError` if there is none. ``readable`` decides for `readable`."""
         self.asset, self._track, self._readable = asset, asset.catalog.published_track(track), readable
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
@@ -191,7 +191,7 @@ class LevelPublication(CatalogLevel):
     def frame(self, group: int) -> FrameReader:
         """Open the frame of an existing group; raises as `open`."""
         frame = self.asset.open_frame(group, self.name)
-        # In this order: assets are replaced whole, so a frame opened before an unchanged catalog belongs to it.
+        # Check after opening: assets are replaced as a whole, so if the catalog is unchanged, the frame belongs to it.
         if not self.asset.is_current():
             frame.close()
             raise AssetError(f"{self.asset.location}: was replaced or removed; request its catalog again")
@@ -203,7 +203,7 @@ class LevelPublication(CatalogLevel):
 
 
 class BytesPublication(Publication):
-    """One group of bytes in memory: a catalog, a profile."""
+    """A track with one group in memory: a catalog or a profile."""
 
     groups = 1
 
@@ -227,15 +227,15 @@ class Source(ABC):
         self._listeners: list[Callable[[], None]] = []
 
     def admit(self, token: bytes | None) -> Grant | None:
-        """Return a token's grant, which may have expired; None refuses the connection."""
+        """Return a token's grant, which may have expired; None: refuse the connection."""
         return EVERYTHING if self._grants is None else self._grants.check(token)
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """Return the current grant of an admitted token; None ends its connections."""
+        """Return the current grant of an admitted token; None: end its connections."""
         return EVERYTHING if self._grants is None else self._grants.renewed(grant)
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call ``changed``, in any thread, when `renewed` or a `Publication.readable` may have changed."""
+        """Call ``changed``, in any thread, whenever `renewed` or a `Publication.readable` may have changed."""
         self._listeners.append(changed)
 
     def _notify(self) -> None:
@@ -248,7 +248,7 @@ class Source(ABC):
 
         Raises:
             BlockingIOError: ``at_once`` is set, and the answer needs files or the network; use `find_soon`.
-            RequestError: The grant was withdrawn.
+            RequestError: the grant was withdrawn.
         """
 
     @abstractmethod

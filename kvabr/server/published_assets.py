@@ -1,4 +1,4 @@
-"""The assets of a store, published to those who may read them."""
+"""The assets of a store, published to clients with matching grants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 MAX_CACHED_BYTES = 256 << 20
-"""Catalogs and profiles kept in memory."""
+"""Maximum bytes of catalogs and profiles in memory."""
 
 
 class PublishedAssets(Source):
@@ -44,19 +44,19 @@ class PublishedAssets(Source):
         grants: Grants | None = None,
         log: FilteringBoundLogger | None = None,
     ) -> None:
-        """Find the assets of a store or a folder of stores; raises as `StoreTree`. Without ``grants`` all are open."""
+        """Find the assets of a store or a folder of stores; raises as `StoreTree`. No ``grants``: all are readable."""
         super().__init__(grants)
         self._lock = threading.Lock()
         self._views: dict[str, AssetView] = {}
         """Readable assets, by the grant's token."""
-        self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
+        self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda answer: answer.open(0).size)
         """Recently used catalogs and profiles, by SHA-256."""
         self._cache_lock = threading.Lock()
         stores = StoreTree(location)
         self.look_every_s = stores.look_every_s
         self._index = AssetIndex(stores, log, self._changed)
         self.live: LiveAssets | None = None
-        """Assets being prefilled; None except for folders."""
+        """Assets being prefilled; None unless the store is a folder."""
         if stores.folder is not None:
             self.live = LiveAssets(stores, self._index.log, on_ended=self.refresh, on_gone=self._notify)
         self._changed()
@@ -64,27 +64,27 @@ class PublishedAssets(Source):
 
     @property
     def assets(self) -> Sequence[Asset]:
-        """The good assets, by name."""
+        """The undamaged assets, by name."""
         return self._index.assets
 
     @property
     def damaged(self) -> int:
-        """Number of assets left out."""
+        """Number of damaged assets, which are not served."""
         return self._index.damaged
 
     def regrant(self, grants: Grants) -> None:
         """Replace the grants, also for open connections."""
         self._grants = grants
-        self._notify()  # first: withdrawn tokens lose their connections now
+        self._notify()  # first, so that withdrawn tokens lose their connections now
         self._update_grants()
 
     def refresh(self) -> bool:
-        """Find new, replaced and removed assets; return whether anything changed."""
+        """Find new, replaced and removed assets; return True if anything changed."""
         with self._lock:
             return self._index.refresh()
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
-        """Return a track. A forbidden one takes the same steps as a missing one."""
+        """Return a track. For a forbidden track the steps are the same as for a missing one."""
         self._check_grant(grant, at_once=at_once)
         if namespace == MODELS_NAMESPACE:
             return self._models(grant) if track == MODELS_TRACK else None
@@ -112,7 +112,7 @@ class PublishedAssets(Source):
             return None
         if asset is not None and track in asset.catalog.published:
             return LevelPublication(asset, track, self._readable)
-        return self._find_live(grant, namespace, track)  # if a level was left out, only the growing asset has it
+        return self._find_live(grant, namespace, track)  # if a level was omitted, only the growing asset has it
 
     def _find_live(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         found = None if self.live is None else self.live.find(grant, namespace, track)
@@ -120,14 +120,14 @@ class PublishedAssets(Source):
             return None
         asset, publication = found
         same = self._view(grant).assets.get(asset.namespace)
-        # Another asset of that name, not the growing one's result, has other groups under the same names.
+        # A different asset of that name, not the growing one's result, has other groups under the same names.
         return None if same is not None and asset.differs(same.catalog) else publication
 
     def _check_grant(self, grant: Grant, *, at_once: bool) -> None:
         if self.renewed(grant) is None:
             raise RequestError("the token is no longer accepted", reason=Reason.UNAUTHORIZED)
         if grant.token_sha256 not in self._views:
-            # A new token, while its assets are being looked up.
+            # The token is new, and its assets are being looked up.
             if at_once:
                 raise BlockingIOError(f"{grant.id}: is new")
             self._update_grants()
@@ -155,13 +155,13 @@ class PublishedAssets(Source):
         return made
 
     def _view(self, grant: Grant) -> AssetView:
-        return self._views.get(grant.token_sha256) or AssetView()  # without a view it was withdrawn a moment ago
+        return self._views.get(grant.token_sha256) or AssetView()  # without a view, it has just been withdrawn
 
     def _readable(self, grant: Grant, asset: Asset) -> bool:
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
 
     def _changed(self) -> None:
-        """Update the views; grants that open the same assets share one."""
+        """Update the views; grants with the same assets share one."""
         assets = self._index.oldest_first
         shared: dict[tuple[str, ...], AssetView] = {}
         views = dict[str, AssetView]()

@@ -1,8 +1,8 @@
-"""A relay: a cache between an origin and nearby players, which a `Server` serves.
+"""A relay: a cache between an origin and nearby players, served by a `Server`.
 
-Everyone admitted to the relay may read all that its own token opens at the origin. A removed asset is noticed when its
-catalog is requested again (`kvabr.server.relay_catalogs`), and dropped. If the origin refuses the relay's token, the
-relay closes its players' connections, so that relays among them notice as well.
+Every client admitted to the relay may read everything that the relay's own token may read at the origin. A removed
+asset is noticed and dropped when its catalog is requested again (`kvabr.server.relay_catalogs`). If the origin refuses
+the relay's token, the relay closes its clients' connections, so that relays among them notice as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MEMORY_BYTES = 1 << 30
 _CATALOGS_SHARE = 1 / 8
-"""Additional bound on catalogs and lookups, as a share of that of groups."""
+"""Memory for catalogs and lookups, as a fraction of that for groups and in addition to it."""
 
 
 class Relay(Source):
@@ -50,10 +50,10 @@ class Relay(Source):
     ) -> None:
         """Start with an empty cache, or open the one on disk.
 
-        ``upstream`` should redial, as `kvabr.link.moqt.connect` does, and is not closed here. ``memory_bytes`` bounds
-        the groups that are kept, not those in transfer (`kvabr.server.budgets`); catalogs and lookups take up to an
-        eighth more, at least `MIN_BYTES`. ``disk`` is a folder or an object store for further groups, see `StoreTier`.
-        Without ``token`` everyone is admitted.
+        ``upstream`` should redial, as `kvabr.link.moqt.connect` does, and is not closed here. ``memory_bytes`` limits
+        stored groups, not those in transfer (`kvabr.server.budgets`); catalogs and lookups take up to an eighth more,
+        at least `MIN_BYTES`. ``disk`` is a folder or an object store for further groups, see `StoreTier`. Without
+        ``token`` every client is admitted.
         """
         super().__init__(None if token is None else _players(token))
         self._log, self._metrics, self._upstream = log, metrics, upstream
@@ -85,12 +85,12 @@ class Relay(Source):
         return None if self.catalogs.revoked else super().renewed(grant)
 
     def regrant(self, token: str) -> None:
-        """Replace the players' token; connections with another one end."""
+        """Replace the clients' token; connections with another one end."""
         self._grants = _players(token)
         self._notify()
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
-        """Return a track, or raise `BlockingIOError` unless the origin has answered recently."""
+        """Return a track; raise `BlockingIOError` unless the origin has answered recently."""
         del grant, at_once
         asset = self.live.find(namespace)
         if asset is not None and not asset.over and (found := asset.track(track)) is not None:
@@ -110,7 +110,7 @@ class Relay(Source):
                 found = self._track(await self.catalogs.get(namespace, CATALOG_TRACK), track)
                 if found is not None or self.live.find(namespace) is None:
                     return found
-        with suppress(NotFoundError):  # the news, or a level that the ordinary catalog lacks
+        with suppress(NotFoundError):  # the news, or a level that the complete asset's catalog lacks
             return None if is_small(track) else (await self.live.begin(namespace)).track(track)
         return None
 

@@ -1,8 +1,8 @@
 """The small tracks of a relay: catalogs, lookups, profiles, models. One fetch from the origin serves all readers.
 
-Catalogs and lookups may change, so they are requested again after a moment, also for a request for a group; while the
-origin is away its last answer is used. Names without a track take no memory. A removed or replaced asset is dropped
-when its catalog is requested again; its groups stay in the store until others need the room.
+Catalogs and lookups may change, so they are fetched again once a few seconds old, also when a group is requested. While
+the origin is away, the relay repeats its last answer. Names that do not exist take no memory. A removed or replaced
+asset is dropped when its catalog is fetched again; its groups stay in the store until evicted.
 """
 
 from __future__ import annotations
@@ -47,43 +47,44 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 MIN_BYTES = 64 << 20
-"""Smallest bound on the memory of small tracks."""
+"""Minimum memory limit of small tracks."""
 _OVERHEAD_BYTES = 4096
 _TOP_PRIORITY = 0
 _MAX_REQUESTS = 4096
 MAX_FRESH_S = 30.0
-"""An answer is not repeated for longer, so an origin's removals are noticed, unless the origin is away."""
+"""Maximum seconds to repeat an answer while the origin is reachable, so that its removals are noticed."""
 _FRESH_PER_FETCH = 20.0
-"""An answer is fresh for this many times the duration of its fetch: refreshing takes at most 5 % of the path."""
+"""An answer is fresh for this many times the duration of its fetch, so that refreshing takes at most 5 % of the
+path."""
 _BUSY_S = 1.0
 REFUSED = "the origin refuses the relay's token"
 _LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
-"""Bytes of small tracks that are not catalogs."""
+"""Maximum bytes of small tracks that are not catalogs."""
 _UNAVAILABLE_REASONS = (Reason.TIMEOUT, Reason.AWAY, Reason.BUSY, Reason.INTERNAL)
 
 _Name = tuple[TrackNamespace, str]
 
 
 def is_small(track: str) -> bool:
-    """Return whether a track has one small group, fetched whole: a catalog, lookup, profile, or list of models."""
+    """Return True for a track of one small group, fetched whole: a catalog, lookup, profile, or list of models."""
     return track in (CATALOG_TRACK, PROFILE_TRACK, MODELS_TRACK, LIVE_TRACK) or is_lookup(track)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class AssetFacts:
-    """The part of a catalog that a relay needs, in little memory."""
+    """The fields of a catalog that a relay needs, in little memory."""
 
     namespace: TrackNamespace
     sha256: str
     spec: KVSpec
     tokens: int
     sizes: dict[str, array[int]]
-    """By track, bytes of each group."""
+    """Bytes of each group, by track."""
     digests: dict[str, bytes]
-    """By track, concatenated digests without their kind."""
+    """Concatenated digests without their kind, by track."""
     digest_kind: str
     withdrawn: bool = False
-    """The origin has removed the asset, so that sending must stop."""
+    """True if the origin has removed the asset, so that sending must stop."""
 
     def digest(self, track: str, group: int) -> str:
 
@@ -91,9 +92,9 @@ class AssetFacts:
 
 
 def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
-    """Check the only group of a small track against its name; return a catalog's facts. Raise `FormatError`.
+    """Check the only group of a small track against its name; return a catalog's facts. Raises `FormatError`.
 
-    Takes long for a long prompt's catalog.
+    Slow for the catalog of a long prompt.
     """
     digest = hashlib.sha256(data).hexdigest()
     if track == PROFILE_TRACK:
@@ -113,7 +114,7 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
 
 
 def check_live(namespace: TrackNamespace, track: str, data: bytes) -> TrackNamespace:
-    """Check a live catalog against the requested name; return its own. Raise `FormatError`."""
+    """Check a live catalog against the requested name, and return its own name. Raises `FormatError`."""
     catalog = LiveCatalog.loads(data).catalog
     _check_name(catalog, namespace, whole=track == LIVE_TRACK)
     require(catalog.digest_kind)
@@ -129,33 +130,33 @@ def _check_name(catalog: Catalog, namespace: TrackNamespace, *, whole: bool) -> 
 
 @dataclass(slots=True)
 class Answer:
-    """A small track as last sent by the origin."""
+    """A small track, as the origin last sent it."""
 
     publication: BytesPublication
     facts: AssetFacts | None
     received_s: float
     took_s: float
     distrusted: bool = False
-    """A later arrival contradicts it."""
+    """True if later data from the origin contradicts it."""
     live: TrackNamespace | None = None
 
     @property
     def memory(self) -> int:
-        """Its bytes, approximately."""
+        """Its approximate bytes in memory."""
         facts = self.facts
         digests = () if facts is None else facts.digests.values()
         return _OVERHEAD_BYTES + self.publication.open(0).size + sum(64 + len(one) * 5 // 4 for one in digests)
 
 
 class Catalogs:
-    """An origin's small tracks, within a bound."""
+    """The small tracks of an origin, in bounded memory."""
 
     FRESH_S = 2.0
-    """Seconds to repeat an answer without a request."""
+    """Minimum seconds for which an answer is repeated without a request to the origin."""
     PATIENCE_S = 0.5
-    """Seconds to wait for a new answer before the last one is repeated."""
+    """Seconds to wait for the origin before its last answer is repeated."""
     DISCONNECTED_S = 1.0
-    """Seconds to wait for a first answer without a connection."""
+    """Seconds to wait for a first answer while there is no connection."""
 
     def __init__(
         self,
@@ -166,26 +167,26 @@ class Catalogs:
         on_dropped: Callable[[TrackNamespace], None] = lambda _: None,
         on_revoked: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep at most ``limit`` bytes; as many may be arriving.
+        """Store at most ``limit`` bytes, and receive at most as many at a time.
 
-        ``on_dropped`` receives the name of an asset that the origin has removed or replaced; ``on_revoked`` is called
-        after everything was dropped for a refused token.
+        ``on_dropped`` receives the name of an asset that the origin has removed or replaced. If the origin refuses the
+        token, everything is dropped, and ``on_revoked`` is called.
         """
         self._upstream, self._log, self._limit = upstream, log, limit
         self._on_dropped, self._on_revoked = on_dropped, on_revoked
         self._answers: ByteLru[_Name, Answer] = ByteLru(limit, lambda answer: answer.memory)
         self._known: WeakSet[AssetFacts] = WeakSet()
-        """Including facts of evicted catalogs that tracks still use."""
+        """Facts in use, including those of evicted catalogs."""
         self._requests: dict[_Name, asyncio.Task[Answer]] = {}
         self._arriving = 0
         self._away = upstream.trouble is not None
         self.revoked = False
-        """The origin refuses the relay's token."""
+        """True while the origin refuses the relay's token."""
         self._revocations = 0
-        """Number so far, to refuse answers requested before the last one."""
+        """Number of revocations, to reject answers requested before the last one."""
 
     def fresh(self, namespace: TrackNamespace, track: str) -> Answer | None:
-        """Return a small track that need not be requested again, or None."""
+        """Return a small track that need not be fetched again, or None."""
         answer = self._answers.get((namespace, track))
         if answer is None or track == PROFILE_TRACK:
             return answer
@@ -198,27 +199,27 @@ class Catalogs:
         return self._answers.peek((namespace, track))
 
     async def get(self, namespace: TrackNamespace, track: str) -> Answer:
-        """Return a small track as the origin has it, or its last answer while the origin is away.
+        """Return a small track from the origin, or the last answer while the origin is away.
 
         Raises:
-            NotFoundError: There is none.
-            RequestError: The origin refuses, or it is away (`Reason.AWAY`) and has never answered this.
-            TransportError: The origin does not answer.
+            NotFoundError: the origin does not have it.
+            RequestError: the origin refuses, or it is away (`Reason.AWAY`) and has never answered this request.
+            TransportError: the origin does not answer.
         """
         if (found := self.fresh(namespace, track)) is not None:
             return found
         name, first_s = (namespace, track), 0.0 if is_live(track) and self._away else self.DISCONNECTED_S
         last = self._answers.get(name)
         if last is None and not first_s and self._upstream.trouble is not None and self._requests:
-            raise self._unknown(name)  # no asset grows meanwhile, so a live track waits only if it is the first to
+            raise self._unknown(name)  # only one live track waits while the origin is away
         task = self._requests.get(name)
-        if task is None or task.done():  # its callback is due
+        if task is None or task.done():  # done, but its callback has not run
             task = self._request(name)
         while not task.done():
             lost = self._upstream.trouble is not None
             if last is None:
                 patience_s = first_s if lost else self.PATIENCE_S
-            elif last.distrusted:  # not worth repeating while the origin may still answer
+            elif last.distrusted:  # do not repeat it while the origin may still answer
                 patience_s = None
             else:
                 patience_s = 0 if self._away else self.PATIENCE_S
@@ -239,12 +240,12 @@ class Catalogs:
         return RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
 
     def distrust(self, namespace: TrackNamespace) -> None:
-        """Request an asset's catalogs again because its groups differ; use the old ones until then."""
+        """Fetch an asset's catalogs again because its groups differ from them; use the old ones until then."""
         for _, answer in self._entries():
             answer.distrusted |= answer.facts is not None and answer.facts.namespace == namespace
 
     def revoke(self) -> None:
-        """Drop everything: the origin no longer accepts the token."""
+        """Drop everything, since the origin refuses the token."""
         if self.revoked:
             return
         self._log.warning(f"{REFUSED}; everything fetched with it was dropped")
@@ -256,7 +257,7 @@ class Catalogs:
         self._on_revoked()
 
     def forget_live(self, namespace: TrackNamespace) -> None:
-        """Request the live catalog of a name again."""
+        """Drop the live catalog of a name, so that it is fetched again."""
         for name, answer in self._entries():
             if answer.live == namespace:
                 del self._answers[name]
@@ -300,7 +301,7 @@ class Catalogs:
         revocations = self._revocations
         try:
             data = bytes(await self._received(name))
-        except ConnectionLostError:  # try once more: the next connection may be open
+        except ConnectionLostError:  # once more: there may be a new connection
             if self._upstream.closed:
                 raise
             data = bytes(await self._received(name))
@@ -320,7 +321,7 @@ class Catalogs:
             answer.live = found
             self._answers.replace((found, LIVE_TRACK), answer)
         if facts is not None:
-            # A lookup's answer is a catalog.
+            # The answer to a lookup is a catalog.
             catalog = facts.namespace, CATALOG_TRACK
             known = self._answers.peek(catalog)
             if known is not None and known.facts is not None:
@@ -375,7 +376,7 @@ class Catalogs:
 
 
 def is_unauthorized(error: BaseException | None) -> bool:
-    """Return whether the origin refuses our token."""
+    """Return True if the error means that the origin refuses our token."""
     if isinstance(error, RequestError):
         return error.reason in (Reason.UNAUTHORIZED, Reason.EXPIRED_TOKEN)
     return isinstance(error, UnauthorizedError)

@@ -1,8 +1,8 @@
 """Groups that pass through a relay, from its store or its origin to all of their readers.
 
-They are `Downloads`, which begin again after a lost connection. Readers get the bytes as they arrive, except for the
-last one, which waits for the digest check: a wrong group never looks complete. Assets share complete groups, not
-arriving ones, so a removed or wrong asset does no harm to others.
+They are `Downloads` that restart after a lost connection. Readers get bytes as they arrive, except for the last byte,
+which is withheld until the digest is checked: a wrong group never looks complete. Assets share complete groups, but not
+arriving ones, so a removed or wrong asset does not affect others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvabr.types.errors import ConnectionLostError, Reason, RequestError, Transp
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
-"""Seconds without a byte on the connection until requested groups fail because the origin is away."""
+"""Seconds without a byte on an open connection after which requested groups fail, since the origin is presumed away."""
 DISCONNECTED_S = 1.0
-"""The same without a connection: players can then react in time."""
+"""The same without a connection; short, so that players can react in time."""
 MAX_EXPECTED, MAX_EXPECTED_BYTES = 256, 64 << 20
-"""Groups to expect or receive without a reader, and their bytes."""
+"""Maximum number and bytes of groups to wait for or receive without a reader."""
 _TRIES, _PAUSE_S = 5, 0.1
-"""Downloads of a group on lost connections, and the pause before the next."""
+"""Attempts to download a group after lost connections, and the seconds between them."""
 _BUSY_S = 1.0
 _TOP_PRIORITY = 0
 _WRONG = "the origin sent a group whose digest is not the one in its catalog"
@@ -50,7 +50,7 @@ class TransferReader(ArrivingGroup, TransferListener):
 
     @property
     def memory(self) -> int:
-        """The size for the first reader, 0 for others."""
+        """Size of the group for its first reader, 0 for other readers."""
         return self.size if self.download.readers[:1] == [self] else 0
 
     @property
@@ -76,7 +76,7 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.download.reprioritise()
 
     def close(self) -> None:
-        """Leave; the next reader accounts for the memory."""
+        """Stop reading; the next reader accounts for the memory."""
         accounted = bool(self.memory)
         self.download.leave(self)
         if accounted and self.download.readers:
@@ -84,7 +84,7 @@ class TransferReader(ArrivingGroup, TransferListener):
 
 
 class RelayGroups(Downloads):
-    """All groups arriving at a relay or being read, and the store of complete ones."""
+    """All groups in transfer through a relay, and the store of complete ones."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class RelayGroups(Downloads):
         metrics: ClientMetrics,
         on_failed: Callable[[GroupRequest, TransportError], None],
     ) -> None:
-        """``on_failed`` is called for groups refused by the origin, or wrong."""
+        """``on_failed`` is called for groups that the origin refuses, or that are wrong."""
         super().__init__(upstream, store, metrics)
         self._on_failed = on_failed
         self._expected: dict[_Place, Download] = {}
-        """Unpublished groups that the origin will send by subscription."""
+        """Downloads of unpublished groups, which the origin will send by subscription."""
         self._watching: asyncio.Task[None] | None = None
         self._deleting = TaskSet()
 
@@ -114,7 +114,7 @@ class RelayGroups(Downloads):
         return reader
 
     def expect(self, request: GroupRequest) -> None:
-        """Subscribe to a group with unknown size and digest, if there is memory for it."""
+        """Subscribe to an unpublished group, whose size and digest are unknown, if there is memory for it."""
         place, before = _place(request), self._expected.get(_place(request))
         if before is not None and not (before.over and not before.received):
             return
@@ -127,7 +127,7 @@ class RelayGroups(Downloads):
             download.begin(self.peer)
 
     def receive_expected(self, request: GroupRequest) -> None:
-        """Receive and store an expected group that is published by now; ``request`` as of `open`."""
+        """Receive and store an expected group, now published; ``request`` as for `open`."""
         download = self._expected.pop(_place(request), None)
         if download is None:
             return
@@ -163,11 +163,11 @@ class RelayGroups(Downloads):
     # --------------------------------------------------------------- Downloads
 
     def may_store(self, digest: str) -> bool:
-        """Other relays may have put a group into a shared bucket."""
+        """Return True also for a shared bucket, where other relays may have stored the group."""
         return self.store.disk is not None or super().may_store(digest)
 
     def failed(self, download: Download, error: Exception) -> Exception | None:
-        """Begin again after a lost connection, since groups do not change; fetch a group that no subscription sent."""
+        """Restart after a lost connection, since groups do not change; fetch a group that a subscription omitted."""
         if download.cancelled or download.tries >= _TRIES or download.request.digest is None:
             return error
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
@@ -206,7 +206,7 @@ class RelayGroups(Downloads):
             self._tasks.add(self._watching)
 
     async def _until_silent(self) -> None:
-        """Fail groups when the origin has sent nothing for too long, as long as there are any."""
+        """Watch transfers until there are none; fail them if the origin sends nothing for too long."""
         quiet_s, before = 0.0, self.peer.stats().bytes_received
         try:
             while waiting := [one for one in self._under_way.values() if not (one.over or one.subscribed)]:

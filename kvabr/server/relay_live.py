@@ -1,7 +1,7 @@
 """Assets that grow at a relay's origin. The relay subscribes to each of their tracks once, for all of its players.
 
-It follows the same assets and levels as its players. So each group arrives once, without a round trip, and is forwarded
-while it arrives, then stored like others.
+The relay follows only assets and levels that its players follow. Each group arrives once, without a round trip. It is
+forwarded while it arrives, then stored like other groups.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 IDLE_S = 60.0
-"""Seconds without a request until an asset is forgotten."""
+"""Seconds without a request after which an asset is no longer followed."""
 MAX_LIVE = 64
 _AHEAD_GROUPS = 64
 _SLACK = 4
-"""Limit on such a group, in expected sizes."""
+"""Maximum size of a group of unknown size, as a multiple of the expected size."""
 _SLACK_BYTES = 64 << 10
 REMOVED = "the asset was removed or replaced; request its catalog again"
 
@@ -41,7 +41,7 @@ class RelayedAsset(GrowingAsset):
     dear = True
 
     def __init__(self, text: BytesPublication, groups: RelayGroups, now_s: float) -> None:
-        """Parse the catalog, which takes long; errors as in `LiveCatalog.loads`."""
+        """Parse the catalog, which is slow; errors as in `LiveCatalog.loads`."""
         super().__init__(LiveCatalog.loads(bytes(text.open(0).data)), text)
         self._groups = groups
         self.used_s = now_s
@@ -70,7 +70,7 @@ class RelayedAsset(GrowingAsset):
         self._groups.stop_expecting(self.namespace, level.name)
 
     def take(self, message: EdgeMessage) -> None:
-        """Process the next message; receive expected groups even without a player."""
+        """Process the next message; receive expected groups even if no player reads them."""
         before = [(level, level.groups) for level in self.levels.values()]
         super().take(message)
         for level, groups in before:
@@ -99,7 +99,7 @@ class LiveRelay:
         self._following: dict[RelayedAsset, asyncio.Task[None]] = {}
 
     def find(self, namespace: TrackNamespace) -> RelayedAsset | None:
-        """Return an asset that is followed, or that ended while followed and was not restarted."""
+        """Return an asset that is followed, or that has ended and was not restarted; else None."""
         asset = self._assets.get(namespace)
         if asset is not None and asset.over and self._restarted(asset):
             self._forget(asset)
@@ -109,7 +109,7 @@ class LiveRelay:
         return asset
 
     async def begin(self, namespace: TrackNamespace) -> RelayedAsset:
-        """Return an asset, and follow it from now on.
+        """Return an asset, and start to follow it.
 
         Raises `NotFoundError` if the origin has none, `TransportError` if it does not answer, or too many are followed.
         """
@@ -128,7 +128,7 @@ class LiveRelay:
             return self.find(namespace) or await self._begin(namespace, answer.publication)
 
     def remove(self, chosen: Callable[[RelayedAsset], bool]) -> None:
-        """Drop assets that the origin has removed."""
+        """Drop the assets chosen, which the origin has removed."""
         for asset in [asset for asset in self._assets.values() if chosen(asset)]:
             asset.gone = True
             asset.abandon(REMOVED)
@@ -173,7 +173,7 @@ class LiveRelay:
                         if not asset.over:
                             asset.take(message)
             asset.abandon("no player has requested it for a while")
-        except Exception as error:  # noqa: BLE001  # whatever happened, its players must learn of the end
+        except Exception as error:  # noqa: BLE001  # after any error, end the asset for its players
             self._lost(asset, error)
         finally:
             news.close()

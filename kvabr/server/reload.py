@@ -48,22 +48,22 @@ class Reloads:
     def add(self, what: str, paths: Sequence[Path], load: Callable[[], object]) -> None:
         """Watch files that have been read already; ``what`` names them in the log.
 
-        ``load`` uses them, in any thread; it raises `KvabrError` if they are invalid, or do not belong together while
-        one after the other is replaced.
+        ``load`` reads them again, in any thread; it raises `KvabrError` if they are invalid, or inconsistent because
+        only some of them have been replaced yet.
         """
         watched = _Watched(what, paths, load)
         watched.changed()
         self._watched.append(watched)
 
     def check(self, *, anyway: bool = False) -> None:
-        """Load changed files, or with ``anyway`` all."""
+        """Load changed files; with ``anyway``, load all."""
         for watched in self._watched:
             if not watched.changed() and not anyway:
                 continue
             try:
                 watched.load()
             except (KvabrError, OSError) as error:
-                # A mistake in a file must neither open nor close the server.
+                # A mistake in a file must neither open the server to everyone nor close it.
                 hint = "the previous contents stay in use"
                 self._log.error(f"{watched.what} not reloaded", error=str(error), hint=hint)
             else:
@@ -90,5 +90,5 @@ class Reloads:
             self._hung_up.clear()
             try:
                 await asyncio.to_thread(self.check, anyway=anyway)
-            except Exception:  # noqa: BLE001  # a server that stops noticing revoked tokens would be worse
+            except Exception:  # noqa: BLE001  # keep watching, so that revoked tokens are noticed
                 self._log.exception("cannot look for what changed")

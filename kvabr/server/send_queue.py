@@ -1,7 +1,7 @@
-"""The send queue of one connection: it passes answers to the transport in pieces, by priority.
+"""The send queue of one connection: passes answers to the transport in pieces, by priority.
 
 QUIC libraries buffer data until it is acknowledged, and share the path evenly among streams; TCP sends in order. So the
-queue gives them little data at a time, of the most urgent answer that is ready.
+queue gives them little data at a time, always of the most urgent answer that is ready.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Piece = bytes | memoryview
 
 @dataclass(eq=False)
 class TrackRequest:
-    """A FETCH or SUBSCRIBE of one track while it is being answered."""
+    """A FETCH or SUBSCRIBE of one track that is being answered."""
 
     number: int
     publication: Publication
@@ -37,9 +37,9 @@ class TrackRequest:
     priority: int
     descending: bool
     dense: bool
-    """Number each group's objects 0, 1, 2, for receivers that take a gap between IDs for a loss."""
+    """True: number each group's objects 0, 1, 2, for receivers that treat a gap between IDs as a loss."""
     rate: int = field(default=0, kw_only=True)
-    """Rate to announce (`PROPERTY_RATE`); 0: none."""
+    """Rate to announce (`PROPERTY_RATE`), in kbit/s; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,20 @@ class _Payload:
 
 @dataclass(eq=False)
 class Sending:
-    """The answer to one FETCH, or one group of a subscription, opened when first in the queue.
+    """The answer to one FETCH, or one group of a subscription. It opens a group when first in the queue.
 
-    A `Holder` of `kvabr.server.budgets`: its group may be closed in between.
+    As a `Holder` of `kvabr.server.budgets`, it may have to close its group meanwhile.
     """
 
     request: TrackRequest
     ranges: Sequence[GroupRange]
     budget: ConnectionBudget
     wake: Callable[[], None]
-    """Called when `ready` may have become true."""
+    """Called when `ready` may have become True."""
     accept: Callable[[], int] | None = None
-    """Accepts a FETCH when there is something to send, and returns its stream."""
+    """Accepts the FETCH once there is something to send, and returns the stream."""
     stream: int | None = None
-    """None before acceptance."""
+    """Stream of the answer; None before acceptance."""
     subgroup: SubgroupHeader | None = None
     """Header of a subscription's stream, already written; None for a FETCH."""
     sent: int = field(default=0, init=False)
@@ -78,9 +78,9 @@ class Sending:
             self._writer = FetchWriter(descending=self.request.descending)
         else:
             self._writer = SubgroupWriter(self.subgroup)
-        self._parts = self._cut()
-        self._next: bytes | _Payload | None = next(self._parts, None)
-        """Next on the stream; None at its end. An empty payload means that a group must be opened."""
+        self._items = self._cut()
+        self._next: bytes | _Payload | None = next(self._items, None)
+        """Next piece for the stream; None at its end. An empty payload means that a group must be opened."""
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -90,41 +90,41 @@ class Sending:
 
     @property
     def finished(self) -> bool:
-        """Whether the last piece was taken."""
+        """True if the last piece was taken."""
         return self._next is None
 
     def ready(self) -> bool:
-        """Return whether there is a piece to send now; start to fetch the group if necessary.
+        """Return True if there is a piece to send now; otherwise start to fetch the group.
 
-        Raises `AssetError` if the group's file is missing or damaged, `TransportError` if it cannot be fetched, or is
+        Raises `AssetError` if the group's file is missing or damaged, `TransportError` if it cannot be fetched or is
         wrong.
         """
-        while not self._waits and isinstance(part := self._next, _Payload):
-            if not self._open(part.group) or self._opened.available < min(part.begin + 1, self._opened.size):
+        while not self._waits and isinstance(item := self._next, _Payload):
+            if not self._open(item.group) or self._opened.available < min(item.begin + 1, self._opened.size):
                 self._waits = True
-            elif part.begin < part.end:
+            elif item.begin < item.end:
                 break
             else:
-                self._next = next(self._parts, None)
+                self._next = next(self._items, None)
         return not self._waits
 
     def piece(self, most: int) -> Piece:
-        """Return the next bytes, about ``most``, once `ready`; raises as that."""
-        part = self._next
+        """Return the next piece, about ``most`` bytes at most. Call it if `ready`; raises as `ready`."""
+        item = self._next
         piece: Piece = b""
-        if isinstance(part, bytes):
-            piece, self._next = part, next(self._parts, None)
-        elif part is not None:
-            end = min(part.end, part.begin + most, self._opened.available)
-            piece = self._opened.read(part.begin, end)
-            self._next = replace(part, begin=end) if end < part.end else next(self._parts, None)
+        if isinstance(item, bytes):
+            piece, self._next = item, next(self._items, None)
+        elif item is not None:
+            end = min(item.end, item.begin + most, self._opened.available)
+            piece = self._opened.read(item.begin, end)
+            self._next = replace(item, begin=end) if end < item.end else next(self._items, None)
         return piece
 
     def on_more(self) -> None:
-        """Continue: there may be something to send, or memory for a group."""
+        """Try again, since there may be something to send, or memory for a group."""
         self._waits = False
         if self._group is not None:
-            self.budget.hold(self, self._group.memory)  # an earlier reader may have left it to this one
+            self.budget.hold(self, self._group.memory)  # the reader that accounted for it may have left
         self.wake()
 
     def reprioritise(self) -> None:
@@ -170,19 +170,19 @@ class Sending:
         return self._writer.header(group, number, size, properties)
 
     def _cut(self) -> Iterator[bytes | _Payload]:
-        """Yield headers and payloads, without references to a group, which may be closed in between."""
-        for part in self.ranges:
-            yield _Payload(part.group, 0, 0)
+        """Yield headers and payload ranges, without references to a group, which may be closed meanwhile."""
+        for wanted in self.ranges:
+            yield _Payload(wanted.group, 0, 0)
             size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
             properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))
             if self.request.rate:
                 properties += ((PROPERTY_RATE, self.request.rate),)
             for index, span in enumerate(objects):
                 number = index if self.request.dense else span.object_id
-                if number < part.first_object or (part.end_object is not None and number >= part.end_object):
+                if number < wanted.first_object or (wanted.end_object is not None and number >= wanted.end_object):
                     continue
-                yield self._header(part.group, number, span.end - span.begin, properties if index == 0 else ())
-                yield _Payload(part.group, span.begin, span.end)
+                yield self._header(wanted.group, number, span.end - span.begin, properties if index == 0 else ())
+                yield _Payload(wanted.group, span.begin, span.end)
             self.close()
 
 
@@ -192,13 +192,13 @@ class SendQueue:
     def __init__(
         self, send: Callable[[Sending, Sequence[Piece]], bool], may_send: Callable[[Sending], bool] = lambda _: True
     ) -> None:
-        """``send`` returns False if the stream is gone; ``may_send`` also accepts an answer's request."""
+        """``send`` returns False if the stream is gone. ``may_send`` also accepts the FETCH of an answer."""
         self._send, self._may_send = send, may_send
         self._jobs: dict[int, list[Sending]] = {}
         self._order: list[Sending] | None = None
         self._size = 0
         self._last: Sending | None = None
-        """The only answer with an open file."""
+        """The only answer with an open file, or None."""
 
     def __len__(self) -> int:
         return self._size
@@ -233,14 +233,14 @@ class SendQueue:
         self._order = None
         job.close()
 
-    def feed(self, room: int, most: int) -> list[tuple[Sending, Exception | None]]:
-        """Give the transport about ``room`` bytes, ``most`` at a time, of the most urgent answers.
+    def feed(self, left_bytes: int, most: int) -> list[tuple[Sending, Exception | None]]:
+        """Give the transport about ``left_bytes`` bytes of the most urgent answers, at most ``most`` per write.
 
-        Return and remove complete answers, and failed ones with their errors.
+        Remove complete and failed answers, and return them with their errors.
         """
         ended: list[tuple[Sending, Exception | None]] = []
-        while room > 0 and (room_taken := self._send_next(most, ended)) is not None:
-            room -= room_taken
+        while left_bytes > 0 and (sent_bytes := self._send_next(most, ended)) is not None:
+            left_bytes -= sent_bytes
         return ended
 
     def _send_next(self, most: int, ended: list[tuple[Sending, Exception | None]]) -> int | None:

@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 Tcp = Literal["tls", "off"]
 _HALF_OPEN = 64
-"""Handshakes at a time before new clients must validate their address, and connections beyond the limit that may learn
-why they are refused."""
+"""Unfinished handshakes after which new clients must validate their address. Also, connections beyond the limit that
+are accepted only to send the reason for the refusal."""
 PATIENCE_S = 0.5
-"""Longest drain after Ctrl-C."""
+"""Maximum seconds of draining after Ctrl-C."""
 _LOOK_S = 0.02
 _CLOSE_S = 0.2
 _REFUSAL_LOG_S = 60.0
 TICK_S = 0.1
 """Seconds between checks for expired tokens."""
 WATCH_S, MAX_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
-"""Seconds between checks of the assets, at least and at most, and the share of time that checks may take."""
+"""Minimum and maximum seconds between checks of the assets, and the maximum fraction of time that checks may take."""
 _PORT_TRIES = 16
 INTERRUPTED = 130
 """Exit status after a second signal."""
@@ -80,13 +80,13 @@ class Server(Host):
         drafts: tuple[Draft, ...] = DRAFTS,
         announce_rates: bool = True,
     ) -> None:
-        """Prepare; `start` binds the address. Port 0 takes a free one, for UDP and TCP.
+        """Prepare; `start` binds the address. Port 0 uses a free port, the same for UDP and TCP.
 
         ``source`` is an origin's `PublishedAssets`, or a `Relay`; ``tls`` was checked by
         `kvabr.server.certificates.check`. ``quic`` is a library, or ``auto`` for the fastest installed one, and ``tcp``
-        is ``tls`` or ``off``. ``drafts`` are those to support, preferred first. ``announce_rates``: catalogs' answers
-        have the rate of recent plays of the client's block of addresses. Raises `TransportError` if the library is not
-        installed.
+        is ``tls`` or ``off``. ``drafts`` are those to support, preferred first. ``announce_rates``: answers with
+        catalogs announce the rate of recent plays in the client's block of addresses. Raises `TransportError` if the
+        library is not installed.
         """
         super().__init__(source, limits, log, metrics)
         self.rates = AnnouncedRates() if announce_rates else None
@@ -103,7 +103,7 @@ class Server(Host):
         self._listener: TcpListener | None = None
         self._tcp_context: SSLContext
         self._streams: weakref.WeakKeyDictionary[QmuxTransport, None] = weakref.WeakKeyDictionary()
-        """Connections over TCP that may still have a socket, oldest first."""
+        """Connections over TCP that may have a socket, oldest first."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
         self._next_refusal_s = -math.inf
@@ -137,7 +137,7 @@ class Server(Host):
         return str(name[0]), int(name[1])
 
     async def drain(self, grace_s: float) -> None:
-        """Send GOAWAY, refuse new requests, finish those in flight within ``grace_s`` seconds, then close."""
+        """Send GOAWAY, refuse new requests, finish requests in flight within ``grace_s`` seconds, then close."""
         self.draining = True
         until = time.monotonic() + grace_s
         for peer in list(self.peers):
@@ -159,7 +159,7 @@ class Server(Host):
             self._listener.close()
         await asyncio.sleep(_CLOSE_S if self.peers else 0)
         for peer in list(self.peers):
-            peer.say_goodbye()  # also to new ones, which would otherwise wait for their idle timeout
+            peer.say_goodbye()  # also to new connections, which would otherwise wait for their idle timeout
             peer.ended("the server closes", 0)
         for stream in list(self._streams):
             stream.drop()
@@ -178,7 +178,7 @@ class Server(Host):
             self._lib.replace_configuration(self._server, self._configured())
 
     def reconsider(self, now_s: float | None = None) -> None:
-        """End requests and connections no longer allowed at ``now_s`` since 1970 (None: now)."""
+        """End requests and connections that are no longer allowed at ``now_s``, seconds since 1970 (None: now)."""
         now_s = time.time() if now_s is None else now_s
         self._outdated = False
         for peer in list(self.peers):
@@ -207,7 +207,7 @@ class Server(Host):
                 self._loop.call_soon_threadsafe(self.reconsider)
 
     def _tick(self) -> None:
-        """Check for expired tokens. Regularly, because wall clocks may jump."""
+        """Check for expired tokens; called regularly, because wall clocks may jump."""
         now_s = time.time()
         for peer in list(self.peers):
             if peer.access.expires_s <= now_s:
@@ -215,7 +215,7 @@ class Server(Host):
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _admit(self) -> ClientConnection:
-        """Accept a connection; at the limit, in place of the oldest TCP connection with an unfinished handshake."""
+        """Accept a connection; at the limit, it replaces the oldest TCP connection with an unfinished handshake."""
         if len(self.peers) >= self.limits.connections and (unfinished := self._unfinished()):
             unfinished[0].abandon("another connection takes its place")
         peer = self.make_peer()
@@ -224,7 +224,7 @@ class Server(Host):
         return peer
 
     def _accepted(self, sock: socket.socket) -> None:
-        """Accept a TCP connection, unless its address has three quarters of all places in unfinished handshakes."""
+        """Accept a TCP connection, unless unfinished handshakes of its address use three quarters of the limit."""
         most, site = self.limits.connections, site_of(address_of(sock))
         unfinished = self._unfinished()
         own = sum(site_of(stream.address) == site for stream in unfinished)
@@ -248,11 +248,11 @@ class Server(Host):
         return [stream for stream in self._streams if stream.begins]
 
     def _guard(self) -> None:
-        """Choose how new clients must validate their address before any state is kept."""
+        """Choose how new clients must validate their address before the server allocates state for them."""
         if self._server is None:
             return
         if len(self.peers) >= self.limits.connections + _HALF_OPEN:
-            # Up to this number new clients may learn the reason for their refusal.
+            # Up to this number, new clients are told why they are refused.
             self._lib.demand_proof(self._server, self._no_tokens)
         elif sum(peer.session is None for peer in self.peers) > _HALF_OPEN:
             self._lib.demand_proof(self._server, self._retry_tokens)
@@ -284,14 +284,14 @@ def _bind(family: int, address: Any, *, tcp: bool) -> list[socket.socket]:
             for sock in socks:
                 sock.close()
             if address[1] or not left:
-                raise  # try again only if a free UDP port was in use for TCP
+                raise  # retry only if a free UDP port was taken for TCP
         else:
             return socks
     raise AssertionError("unreachable")
 
 
 class Watcher:
-    """Checks regularly, in a thread, for new, replaced and removed assets, and follows assets being prefilled.
+    """Finds new, replaced and removed assets in a thread, at intervals, and follows assets being prefilled.
 
     An async context manager.
     """
@@ -317,7 +317,7 @@ class Watcher:
         await asyncio.wait(self._tasks)
 
     def check(self) -> float:
-        """Check once, and return the processor time in seconds."""
+        """Check once, and return the processor time taken, in seconds."""
         start_s = time.thread_time()
         try:
             self._library.refresh()
@@ -332,7 +332,7 @@ class Watcher:
             await asyncio.sleep(pause_s)
             try:
                 took_s = await asyncio.to_thread(self.check)
-            except Exception:  # noqa: BLE001  # a server that stops noticing removed assets would be worse
+            except Exception:  # noqa: BLE001  # keep watching, so that removed assets are noticed
                 self._log.exception("cannot look for what changed")
             else:
                 pause_s = max(self._every_s, min(MAX_WATCH_S, took_s / _WATCH_SHARE))
@@ -352,8 +352,8 @@ async def run_until_signal(
 ) -> int:
     """Start a server, serve until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
 
-    Draining takes at most ``grace_s`` seconds; after SIGINT, when a user waits, `PATIENCE_S`. ``started`` is called
-    once the server is up. Raise `TransportError` if it cannot bind. Return the exit status: 0, or 130 after a second
+    Draining takes at most ``grace_s`` seconds, or `PATIENCE_S` after SIGINT, when a user waits. ``started`` is called
+    once the server is up. Raises `TransportError` if it cannot bind. Returns the exit status: 0, or 130 after a second
     signal.
     """
     with _signals() as signals:

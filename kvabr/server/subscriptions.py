@@ -1,6 +1,6 @@
 """The subscriptions of one connection: each new group of a growing track is pushed on its own stream.
 
-Subscriptions to other tracks end at once; players fetch those.
+Subscriptions to complete tracks end at once; players fetch those tracks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvabr.types.errors import AssetError
 from kvabr.types.naming import ROOT
 
 MAX_STREAMS = 8
-"""Groups of one subscription to send at a time; of later ones only numbers are kept."""
+"""Maximum groups of one subscription that are being sent; later groups wait by number, unopened."""
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 
 
@@ -35,22 +35,22 @@ class Subscription:
     forward: bool
     next: int
     timeout_s: float | None
-    """Seconds until an incomplete group is abandoned; None: never."""
+    """Seconds after which an incompletely sent group is abandoned; None: never."""
     start: Location = field(default_factory=lambda: Location(0, 0))
     last: Location | None = None
-    """First and last location of its filter."""
+    """Last location of the filter; None: no end."""
     sending: int = 0
     ending: tuple[PublishDoneCode, str] | None = None
-    """Why it ends after these."""
+    """Why it ends once the groups being sent are sent; None if it continues."""
 
     def confine(self, found: Filter, largest: Location | None) -> None:
-        """Apply a new filter, except to pushed groups."""
+        """Apply a new filter to groups that have not been pushed."""
         self.start, self.last = found.within(largest)
         self.next = max(self.next, self.start.group)
 
     @property
     def past_filter(self) -> bool:
-        """Whether all groups of its filter were pushed."""
+        """True if all groups of the filter were pushed."""
         return self.last is not None and self.next > self.last.group
 
     @property
@@ -62,7 +62,7 @@ class Subscription:
         if not publication.growing and (self.past_filter or self.next >= publication.groups):
             failed = PublishDoneCode.INTERNAL_ERROR if publication.failure else PublishDoneCode.TRACK_ENDED
             return failed, publication.failure
-        return None  # after its filter's end it stays open for a new filter
+        return None  # past its filter it stays open, since the filter may change
 
     def due(self) -> Iterator[GroupRange]:
         """Yield the groups to push now, and count them as pushed."""
@@ -88,7 +88,7 @@ class Subscriptions:
         push: Callable[[Subscription, GroupRange, SubgroupHeader, int], None],
         wake: Callable[[], None],
     ) -> None:
-        """``push`` sends a group on a stream, then `sent` must be called; ``wake`` sends queued data soon."""
+        """``push`` sends a group on a stream, and the caller then calls `sent`; ``wake`` sends queued data soon."""
         self._responder, self._push, self._wake = responder, push, wake
         self._aliases = 0
         self._prefixes: dict[int, tuple[bytes, ...]] = {}
@@ -101,10 +101,11 @@ class Subscriptions:
         return iter([subscription.request for subscription in self._growing.values()])
 
     def to_track(self, request: TrackRequest, message: Subscribe | TrackStatus) -> None:
-        """Answer with the end of a track. Push growing tracks; end other subscriptions, except of dense receivers.
+        """Answer a SUBSCRIBE or TRACK_STATUS. Push growing tracks; end other subscriptions, except of dense receivers.
 
-        moq-rs subscribes before it fetches: it takes an end of the track for a removed track, and a largest object for
-        a reason to fetch that too. So its subscriptions stay open without data. Raises `AssetError`.
+        moq-rs (a dense receiver) subscribes before it fetches. It would treat the end of the subscription as a removed
+        track, and fetch a reported largest object too. So its subscriptions stay open without data. Raises
+        `AssetError`.
         """
         responder, number, publication = self._responder(), request.number, request.publication
         largest = _largest_of(request)
@@ -127,7 +128,7 @@ class Subscriptions:
             responder.publish_done(number, PublishDoneCode.TRACK_ENDED, "everything is published; fetch it")
 
     def to_namespace(self, number: int, message: SubscribeNamespace) -> bool:
-        """Answer with the root of kvabr's names; return False if another prefix overlaps."""
+        """Answer with the root of kvabr's namespaces; return False if the prefix overlaps an earlier one."""
         responder, prefix = self._responder(), message.prefix
         if any(_overlap(prefix, other) for other in self._prefixes.values()):
             return False
@@ -141,7 +142,7 @@ class Subscriptions:
     def sent(self, job: Sending, *, failed: bool = False) -> None:
         """Continue after a group was sent or abandoned; end the subscription if it ``failed``.
 
-        A reset of its stream alone could overtake the stream's header, and would be ignored.
+        Resetting only the group's stream is not enough: the reset could overtake the stream's header, and be ignored.
         """
         if (subscription := self._growing.get(job.request.number)) is not None:
             if failed:
@@ -166,13 +167,13 @@ class Subscriptions:
         self._advance(subscription)
 
     def end_all(self, code: PublishDoneCode, reason: str) -> None:
-        """End all subscriptions after the groups being sent."""
+        """End all subscriptions once the groups being sent are sent."""
         for subscription in list(self._growing.values()):
             subscription.ending = code, reason
             self._advance(subscription)
 
     def remove(self, number: int) -> None:
-        """Remove a subscription, if this is one."""
+        """Remove a subscription, if ``number`` is one."""
         self._prefixes.pop(number, None)
         if (subscription := self._growing.pop(number, None)) is not None:
             subscription.publication.unwatch(subscription)
@@ -184,14 +185,14 @@ class Subscriptions:
     def _advance(self, subscription: Subscription) -> None:
         responder, number = self._responder(), subscription.request.number
         if number not in self._growing or number not in responder:
-            return  # it is over, or the session is about to report its end
-        for part in subscription.due():
+            return  # it has ended, or the session is about to report its end
+        for due in subscription.due():
             header = SubgroupHeader(
-                subscription.alias, part.group, 0, DEFAULT_PRIORITY,
-                properties=True, end_of_group=part.end_object is None, first_object=part.first_object == 0,
+                subscription.alias, due.group, 0, DEFAULT_PRIORITY,
+                properties=True, end_of_group=due.end_object is None, first_object=due.first_object == 0,
             )  # fmt: skip
             subscription.sending += 1
-            self._push(subscription, part, header, responder.push(number, header))
+            self._push(subscription, due, header, responder.push(number, header))
         if not subscription.sending and (over := subscription.over) is not None:
             self.remove(number)
             responder.publish_done(number, *over)

@@ -19,14 +19,14 @@ async def spread(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [await work for work in works]
     left, results = iter(enumerate(works)), dict[int, T]()
 
-    async def lane() -> None:
+    async def work_through() -> None:
         for number, work in left:
             results[number] = await work
 
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(_AT_ONCE):
-                group.create_task(lane())
+                group.create_task(work_through())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [results[number] for number in sorted(results)]

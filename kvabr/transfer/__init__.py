@@ -1,1 +1,1 @@
-"""Groups on their way: one `GroupTransfer` each, filled by one source at a time and read by any number of readers."""
+"""Transfers of groups: each is a `GroupTransfer`, filled by one source at a time and read by any number of readers."""

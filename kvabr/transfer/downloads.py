@@ -1,8 +1,8 @@
 """Downloads from one peer, each shared by all readers of its group: plays of a client, players of a relay.
 
-A group is taken from a store or the peer, and stored once checked. A download has the priority of its most urgent
-reader, ends with its last one, and accepts no readers once damaged. It fails if its peer is lost, unless its owner
-tries again; `kvabr.transfer.peer` handles lost connections.
+A group comes from a store or the peer, and is stored once checked. A download has the priority of its most urgent
+reader, ends with its last one, and accepts no readers once found damaged. It fails if its peer is lost, unless its
+owner retries; `kvabr.transfer.peer` handles lost connections.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvabr.transfer.interface import (
 from kvabr.transfer.work import SMALL_BYTES, decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 
-TURN_S = 0.25
-"""Seconds without more urgent bytes until a stalled download no longer counts as waiting."""
+HELD_S = 0.25
+"""Seconds without bytes for more urgent downloads after which an idle download is no longer held up by them."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
-"""Shared: a lock for each digest would cost more than waiting."""
+"""Shared locks: a lock per digest would cost more than waiting."""
 
 
 class Download(GroupTransfer):
-    """One group in transfer to some readers, from the store or the peer."""
+    """One group in transfer from the store or the peer to any number of readers."""
 
     def __init__(self, request: GroupRequest, owner: Downloads) -> None:
         super().__init__(request)
@@ -39,29 +39,29 @@ class Download(GroupTransfer):
         self.cancelled = False
         self.received_from = "network"
         self.expected = False
-        """It is received and stored even without a reader."""
+        """True if the group is received and stored even without a reader."""
         self.tries = 0
-        """Further tries after failures."""
+        """Number of retries so far."""
         self.checking = False
-        """It is complete, and its digest is being checked."""
+        """True while the digest of the complete group is checked."""
         self._owner = owner
         self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
 
     @property
     def verified(self) -> bool | None:
-        """Whether it is the requested group; None before the check."""
+        """True if it is the requested group, False if damaged; None before the check."""
         return self._hashed.get(self.request.digest or "")
 
     def keep(self, data: memoryview, where: str) -> None:
-        """Take the checked group from the store."""
+        """Deliver the group from the store, where it was checked; ``where``: memory or disk."""
         if not self.over:
             self.received_from, self._hashed = where, {self.request.digest or "": True}
             self._deliver(data, "kept")
             self.finish()
 
     def identify(self, request: GroupRequest) -> None:
-        """Give a group that was requested before its publication its exact size and digest."""
+        """Set the exact size and digest of a group that was requested before its publication."""
         self.request = request
         if self.received > request.limit:
             self.too_long()
@@ -71,9 +71,9 @@ class Download(GroupTransfer):
             self.finish()
 
     def has_digest(self, digest: str) -> bool:
-        """Compute each digest once; see `GroupTransfer.has_digest`."""
+        """As `GroupTransfer.has_digest`, but compute each digest only once."""
         with self._hashing:
-            # Plays that requested an unpublished group may have received different digests.
+            # Plays that requested an unpublished group may expect different digests.
             if digest not in self._hashed:
                 self._hashed[digest] = super().has_digest(digest)
                 if self._hashed[digest] and self.request.digest is None:
@@ -86,7 +86,7 @@ class Download(GroupTransfer):
             self._owner.forget(self)
 
     def fail(self, error: Exception) -> None:
-        """End with an error, unless the owner tries again."""
+        """End with an error, unless the owner retries."""
         if not self.over:
             left = self._owner.failed(self, error if self.carrier is None else self.carrier.explain(self, error))
             if left is not None:
@@ -102,7 +102,7 @@ class Download(GroupTransfer):
         if self.expected:
             return
         if self._owner.held_by_priority(self):
-            # A player repeats stalled requests. A waiting download keeps its place if its reader rejoins now.
+            # Players repeat stalled requests: if its reader rejoins now, the download keeps its progress.
             asyncio.get_running_loop().call_soon(self._end_unread)
         else:
             self.end(None)
@@ -112,13 +112,13 @@ class Download(GroupTransfer):
             self.end(None)
 
     def end(self, error: Exception | None) -> None:
-        """End it, since it is no longer wanted; None: it was cancelled."""
+        """End the download, which is no longer needed; ``error`` None: it was cancelled."""
         self.cancelled = True
         self.reject(error or RequestError(f"{self.request}: cancelled", reason=Reason.INTERNAL))
 
 
 class Downloads:
-    """All downloads from one peer, for one event loop."""
+    """All downloads from one peer. Not thread-safe."""
 
     def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics) -> None:
         self.peer, self.store, self.metrics = peer, store, metrics
@@ -131,7 +131,7 @@ class Downloads:
         return len(self._under_way)
 
     def __contains__(self, request: GroupRequest) -> bool:
-        """Return whether a group is arriving or being read, so that another reader needs no memory."""
+        """Return True if the group is arriving or being read, so that another reader needs no memory."""
         return request in self._under_way
 
     def get(self, request: GroupRequest, priority: int) -> Download:
@@ -153,13 +153,13 @@ class Downloads:
         return download
 
     def held_by_priority(self, download: GroupTransfer) -> bool:
-        """Return whether a download is idle because others, at least as urgent, receive bytes."""
+        """Return True if a download is idle because others, at least as urgent, receive bytes."""
         received_s = download.received_s if isinstance(download, Download) else 0.0
-        since_s = max(received_s, asyncio.get_running_loop().time() - TURN_S)
+        since_s = max(received_s, asyncio.get_running_loop().time() - HELD_S)
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._received_s.items())
 
     async def close(self) -> None:
-        """End all downloads, failing their readers. Idempotent."""
+        """End all downloads; their readers fail. Idempotent."""
         self._closed = True
         for download in list(self._under_way.values()):
             download.end(ConnectionLostError(CLOSED))
@@ -168,16 +168,16 @@ class Downloads:
     # ---------------------------------------------------------- for subclasses
 
     def may_store(self, digest: str) -> bool:
-        """Return whether to look for a group in the store first."""
+        """Return True if the store may have the group, so that it is looked up there first."""
         return digest in self.store
 
     def failed(self, download: Download, error: Exception) -> Exception | None:
-        """Return the error with which a download ends; None: it will begin again."""
+        """Return the error with which a download ends, or None if it restarts."""
         del download
         return error
 
     def damaged(self, download: Download) -> None:
-        """Note that a complete download is not the requested group."""
+        """Handle a complete download that is not the requested group."""
 
     # ------------------------------------------------------ from the downloads
 
@@ -203,11 +203,11 @@ class Downloads:
             self.metrics.downloads_total.labels(result).inc()
 
     def identified(self, download: Download, digest: str) -> None:
-        """Store a complete group requested without this digest; runs in a thread."""
+        """Store a complete group whose digest was unknown when requested; called in a thread."""
         self._loop.call_soon_threadsafe(self._put, digest, download.data)
 
     def forget(self, download: Download) -> None:
-        """Accept no further readers of a download, once it has none."""
+        """Accept no further readers of a download without readers."""
         if not (download.readers or download.checking) and self._under_way.get(download.request) is download:
             del self._under_way[download.request]
 
@@ -221,7 +221,7 @@ class Downloads:
     async def _check(self, download: Download, digest: str) -> None:
         good = False
         try:
-            # A reader that decodes the group meanwhile waits for the same computation.
+            # A reader that decodes the group at the same time waits for this computation.
             if download.request.limit <= SMALL_BYTES:
                 good = download.has_digest(digest)
             else:
@@ -241,13 +241,13 @@ class Downloads:
             self._tasks.start(self.store.put(digest, data))
 
     async def _look(self, download: Download, digest: str) -> None:
-        # Memory has only checked groups; the store checks those on disk.
+        # Groups in memory are checked already; the store checks groups on disk.
         try:
-            kept = await self.store.find(digest)
+            stored = await self.store.find(digest)
         except Exception as error:  # noqa: BLE001  # any error goes to the readers
             download.fail(error)
             return
-        if kept is not None and len(kept[0]) == download.request.limit:
-            download.keep(*kept)
+        if stored is not None and len(stored[0]) == download.request.limit:
+            download.keep(*stored)
         elif not download.over:
             download.begin(self.peer)

@@ -30,35 +30,35 @@ T = TypeVar("T")
 
 _LOWEST_PRIORITY = 255
 _BY_WEIGHT: tuple[Limit, ...] = ("kept", "cpu", "publisher")
-"""If several of these limited a read, the first is reported."""
+"""If several of these limited a read, the first in this order is reported."""
 _MIN_BUFFER = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """One group of one track. Plays with equal requests share a transfer."""
+    """A request for one group of one track. Plays with equal requests share a transfer."""
 
     namespace: TrackNamespace
     track: str
     group: int
     limit: int
-    """Most bytes of the group."""
+    """Maximum bytes of the group."""
     exact: bool = False
-    """``limit`` is the exact size, so that the buffer is allocated once."""
+    """True: ``limit`` is the exact size, so that the buffer is allocated once."""
     digest: str | None = None
     """The group's digest (`kvabr.types.digests`), if known."""
     live: bool = False
-    """The group may be unpublished: then a subscription to its track delivers it. If the track ends without the group,
-    or the peer has no subscriptions, the transfer ends with `NotFoundError`."""
+    """True: the group may be unpublished, and is then received by a subscription to its track. If the track ends
+    without the group, or the peer does not support subscriptions, the transfer ends with `NotFoundError`."""
     groups: int = 1
-    """Number of consecutive groups, if they exist; their bytes are concatenated."""
+    """Number of consecutive groups to request, as far as they exist; their bytes are concatenated."""
 
     def __str__(self) -> str:
         return f"{self.track[:80]}, group {self.group}"
 
 
 class Carrier(ABC):
-    """Fills transfers by `GroupTransfer.push`, and ends them by `GroupTransfer.finish` or `fail`."""
+    """Fills transfers by `GroupTransfer.push`, and ends them by `GroupTransfer.finish` or `GroupTransfer.fail`."""
 
     @abstractmethod
     def carry(self, transfer: GroupTransfer) -> None:
@@ -68,22 +68,22 @@ class Carrier(ABC):
         """Apply a transfer's new priority, as MoQT's REQUEST_UPDATE does; some peers ignore it."""
 
     def drop(self, transfer: GroupTransfer) -> None:  # noqa: B027  # optional
-        """Stop a transfer, which is over; ignore unknown ones."""
+        """Stop receiving a transfer that has ended; ignore unknown ones."""
 
     def answered(self, transfer: GroupTransfer) -> None:  # noqa: B027  # optional
-        """Note that the first bytes of a transfer have arrived."""
+        """Handle the arrival of a transfer's first bytes."""
 
     def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
-        """Return the error with which a transfer ends, given the reported one."""
+        """Return the error with which a transfer ends, given the reported ``error``."""
         del transfer
         return error
 
     def released(self, transfer: GroupTransfer) -> None:  # noqa: B027  # optional
-        """Note that a transfer is over, for any reason."""
+        """Handle the end of a transfer, for any reason."""
 
 
 class TransferListener(ABC):
-    """Wants a transfer, and is notified of its progress."""
+    """A reader of a transfer, notified of its progress."""
 
     @property
     @abstractmethod
@@ -92,7 +92,7 @@ class TransferListener(ABC):
 
     @abstractmethod
     def on_more(self) -> None:
-        """Note that bytes have arrived, or that the transfer is over."""
+        """Handle the arrival of bytes, or the end of the transfer."""
 
 
 class GroupTransfer:
@@ -105,7 +105,7 @@ class GroupTransfer:
     def __init__(self, request: GroupRequest) -> None:
         self.request = request
         self.priority = _LOWEST_PRIORITY
-        """Of its most urgent reader, 0 (most urgent) to 255."""
+        """Priority of its most urgent reader, 0 (most urgent) to 255."""
         self.data = memoryview(b"")
         """All readable bytes: contiguous and read-only."""
         self.complete = False
@@ -116,22 +116,22 @@ class GroupTransfer:
         self.readers: list[TransferListener] = []
         self.carrier: Carrier | None = None
         self.source: Carrier | None = None
-        """The carrier that fills it: the same, or one used by it."""
+        """The carrier that fills it: `carrier`, or another that `carrier` uses."""
         self.received = 0
         self._memory = memoryview(b"")
-        """The received bytes, each written once, and space for more."""
+        """Buffer with the received bytes, each written once, and space for more."""
         self._started = self._due = False
         self._limit: Limit = "network"
 
     @property
     def subscribed(self) -> bool:
-        """Whether the group may be unpublished, so that silence does not describe the path."""
+        """True while it waits for a group that may be unpublished, so that silence does not describe the path."""
         return self.request.live and not self.received
 
     # ------------------------------------------------------------ for readers
 
     def begin(self, carrier: Carrier) -> None:
-        """Pass it to a carrier, from its first byte; readers keep bytes of an earlier one."""
+        """Start or restart on a carrier, from the first byte; readers keep bytes that they have."""
         self.carrier = self.source = carrier
         self._memory, self.received, self._started = memoryview(b""), 0, False
         carrier.carry(self)
@@ -142,7 +142,7 @@ class GroupTransfer:
         self.reprioritise()
 
     def leave(self, reader: TransferListener) -> None:
-        """Remove a reader, once; the transfer ends with its last one."""
+        """Remove a reader; without readers, the transfer ends. Idempotent."""
         if reader in self.readers:
             self.readers.remove(reader)
             if self.readers:
@@ -151,7 +151,7 @@ class GroupTransfer:
                 self.unread()
 
     def reprioritise(self) -> None:
-        """Take the priority of the most urgent reader."""
+        """Set the priority to that of the most urgent reader."""
         priority = min((reader.wire_priority for reader in self.readers), default=_LOWEST_PRIORITY)
         if priority != self.priority and not self.over:
             self.priority = priority
@@ -159,22 +159,22 @@ class GroupTransfer:
                 self.source.reprioritise(self)
 
     def unread(self) -> None:
-        """End without readers."""
+        """End, since there are no readers."""
         self.reject(RequestError(f"{self.request}: cancelled", reason=Reason.INTERNAL))
 
     def has_digest(self, digest: str) -> bool:
-        """Return whether the complete `data` has this digest. Slow: call it in a thread."""
+        """Return True if the complete `data` has this digest. Slow: call it in a thread."""
         return has_digest(digest, self.data)
 
     # ---------------------------------------------------------- for its carrier
 
     def push(self, part: bytes | memoryview, limit: Limit = "network") -> None:
-        """Add received bytes, and what limited them."""
+        """Add received bytes; ``limit`` names what limited their rate."""
         self.append(part)
         self.progressed(limit)
 
     def append(self, part: bytes | memoryview) -> None:
-        """Add bytes that become readable by the next call of `progressed`."""
+        """Add received bytes; they become readable after `progressed`."""
         end = self.received + len(part)
         if self.over:
             return
@@ -186,7 +186,7 @@ class GroupTransfer:
         self.received = end
 
     def progressed(self, limit: Limit = "network") -> None:
-        """Make received bytes readable after this turn of the event loop; set their limit."""
+        """Make received bytes readable in the next iteration of the event loop; ``limit`` as for `push`."""
         if self.over or not self.received:
             return
         if not self._started and self.carrier is not None:
@@ -199,12 +199,12 @@ class GroupTransfer:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def buffer(self, size: int) -> memoryview:
-        """Return memory for at most ``size`` next bytes, which must not exceed the limit."""
+        """Return memory for the next bytes, at most ``size``, which must not exceed the request's limit."""
         self._grow(self.received + 1)
         return self._memory[self.received : self.received + size]
 
     def written(self, count: int, limit: Limit = "network") -> None:
-        """Note that ``count`` bytes were written to the memory of `buffer`, and their limit."""
+        """Add ``count`` bytes that were written to the memory of `buffer`; ``limit`` as for `push`."""
         if not self.over and count:
             self.received += count
             self.progressed(limit)
@@ -232,7 +232,7 @@ class GroupTransfer:
                 self.source.drop(self)
 
     def too_long(self) -> None:
-        """End with an error, and drop the useless data; a complete group is unaffected."""
+        """End with an error, and drop the received bytes; no effect on a complete group."""
         if self.over:
             return
         self.data = self._memory = memoryview(b"")
@@ -243,7 +243,7 @@ class GroupTransfer:
     # -------------------------------------------------------------- internals
 
     def _grow(self, end: int) -> None:
-        """Get memory for ``end`` bytes: at once if the size is known, else doubling it."""
+        """Allocate memory for ``end`` bytes: all of it if the size is known, else twice as much as before."""
         if end > len(self._memory):
             limit = self.request.limit
             size = limit if self.request.exact else min(limit, max(end, 2 * len(self._memory), _MIN_BUFFER))
@@ -263,7 +263,7 @@ class GroupTransfer:
         if self.request.exact and len(data) == self.request.limit:
             self.over = self.complete = True
             self._end()
-            if self.source is not None:  # the end usually arrives with the last bytes
+            if self.source is not None:  # the end of the stream usually arrives with the last bytes
                 asyncio.get_running_loop().call_soon(self.source.drop, self)
         else:
             self.notify()
@@ -275,10 +275,10 @@ class GroupTransfer:
         self.notify()
 
     def arrived(self, part: memoryview) -> None:
-        """Process bytes before the readers are notified; for subclasses."""
+        """Process bytes before readers are notified; for subclasses."""
 
     def settle(self) -> None:
-        """Process the end before the readers are notified; for subclasses."""
+        """Process the end before readers are notified; for subclasses."""
 
     def notify(self) -> None:
         """Notify all readers."""
@@ -291,7 +291,7 @@ class GroupReader(TransferListener):
 
     def __init__(self, transfer: GroupTransfer, priority: int) -> None:
         self.priority = priority
-        """0 (most urgent) to 255."""
+        """Priority, 0 (most urgent) to 255."""
         self.limit: Limit = "network"
         self.transfer = transfer
         self._held: tuple[Limit, ...] = ()  # a tuple saves an object: there are many readers
@@ -300,7 +300,7 @@ class GroupReader(TransferListener):
         self._waiter: asyncio.Future[None] | None = None
         transfer.join(self)
         self._before = len(transfer.data)
-        """Bytes received before this joined: they do not describe the link."""
+        """Bytes received before this reader joined, which do not describe the link."""
         self.on_more()
 
     @property
@@ -318,7 +318,7 @@ class GroupReader(TransferListener):
         return self.transfer.error
 
     async def read(self) -> memoryview:
-        """Return the bytes since the last read, a part of `data`; wait for some. An empty view marks the end.
+        """Wait for bytes, and return those since the last read, a slice of `data`. An empty view marks the end.
 
         Raises:
             NotFoundError: there is no such track, or this connection may not read it.
@@ -337,7 +337,7 @@ class GroupReader(TransferListener):
         return self._consume(transfer.data)
 
     def has_digest(self, digest: str) -> bool:
-        """Return whether the complete `data` has this digest, once per transfer. Slow: call it in a thread."""
+        """As `GroupTransfer.has_digest`. Slow: call it in a thread."""
         return self.transfer.has_digest(digest)
 
     def prioritise(self, priority: int) -> None:
@@ -382,7 +382,7 @@ CLOSED = "this side closed the connection"
 
 @dataclass(frozen=True, slots=True)
 class ConnectionStats:
-    """State of a connection; None if the transport does not know it."""
+    """State of a connection; None for values that the transport does not have."""
 
     rtt_s: float | None = None
     bytes_received: int = 0
@@ -394,26 +394,26 @@ class FoundPrefix:
     """A cached prefix of a prompt."""
 
     catalog: Catalog | None
-    """Catalog of an asset that is a prefix of the prompt, with the namespace for requests; None if no prefix ends with
-    a snapshot of all states."""
+    """Catalog of the prefix, with the namespace for requests. None if no common prefix ends with a snapshot of all
+    states."""
     limited_by: str | None = None
-    """Layer class that shortens the prefix."""
+    """Layer class that shortened the prefix, or None."""
     sha256: str = ""
-    """Digest of the catalog's content, hex."""
+    """Digest of the catalog's content, in hex."""
 
 
 class PrefixFinder(Protocol):
-    """Finds the longest prefix of a prompt, for peers without lookups."""
+    """Finds the longest cached prefix of a prompt, for peers that cannot look it up themselves."""
 
     async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
         """Return the longest cached prefix of a prompt, or None.
 
-        ``digests`` are all chained digests of the prompt, in full; ``any_dtype`` accepts another element type than the
-        spec's. The number of a state's snapshots is up to the publisher.
+        ``digests`` are all chained digests of the prompt, in full. ``any_dtype`` accepts another element type than the
+        spec's. The cache may have any number of state snapshots.
 
         Raises:
             TransportError: the store cannot be reached.
-            FormatError: its pages do not fit together.
+            FormatError: its pages are inconsistent.
         """
 
 
@@ -421,33 +421,33 @@ class Connection(ABC):
     """A connection to one origin or relay; an async context manager."""
 
     backend: str
-    """``aioquic`` or ``qh3``, a store URL's scheme, or another transport."""
+    """``aioquic`` or ``qh3``, the scheme of a store's URL, or another transport."""
     protocol: str
     """Negotiated protocol: ``moqt-22``, another draft, or another transport."""
     peer: str | None = None
-    """Host and port, equal for all connections to a peer."""
+    """Host and port, the same for all connections to a peer."""
     closed: bool = False
-    """Whether either side has ended the connection."""
+    """True if either side has ended the connection."""
     going_away: bool = False
-    """Whether new requests must go elsewhere (GOAWAY); others may still finish."""
+    """True after GOAWAY: new requests must go elsewhere; requests in flight may still finish."""
     trouble: str | None = None
-    """Why the peer is currently out of reach, if known."""
+    """Why the peer cannot be reached now, if known."""
     unreachable: bool = False
-    """Whether the peer is presumed dead: it answers neither requests nor dials."""
+    """True if the peer is presumed dead: it answers neither requests nor dials."""
     finder: PrefixFinder | None = None
-    """Finds prefixes of prompts; None: the peer does, by a track (`kvabr.types.naming.prefix_track`)."""
+    """Finds prefixes of prompts; None: the peer looks them up (`kvabr.types.naming.prefix_track`)."""
     reached: bool = True
-    """Whether a connection was ever established; if not, the first request dials."""
+    """True once a connection was established; before, the first request dials."""
     heals: bool = False
-    """Whether it needs neither redials nor probes: each request is a separate exchange."""
+    """True if it needs neither redials nor probes, since each request is a separate exchange."""
     announced_rate: float = 0.0
-    """Rate that the peer's last catalog announced for this path, bytes per second; 0.0: none."""
+    """Rate for this path that the peer announced with its last catalog, in bytes per second; 0.0: none."""
     held_by_priority: bool = False
-    """Whether more urgent requests on the path are served first, so that no bytes arrive."""
+    """True if no bytes arrive because more urgent requests on the path are served first."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Possible values of `peer`, also before it is connected."""
+        """Possible values of `peer`, known before it is connected."""
         return () if self.peer is None else (self.peer,)
 
     @property
@@ -456,7 +456,7 @@ class Connection(ABC):
         return (self,)
 
     async def connected(self) -> None:  # noqa: B027  # most are connected from the start
-        """Wait for a connection, dialling if there is none; callers share one dial.
+        """Wait for a connection, dialling if there is none; concurrent callers share one dial.
 
         Raises:
             TransportError: the peer cannot be reached, or refuses us; the next call dials again.
@@ -475,8 +475,8 @@ class Connection(ABC):
     ) -> GroupReader:
         """Request one group of one track.
 
-        ``priority`` is 0 (most urgent) to 255, ``limit`` the most bytes. ``exact``: the group has ``limit`` bytes, so
-        its buffer is allocated once.
+        ``priority`` is 0 (most urgent) to 255, ``limit`` the maximum bytes. ``exact``: the group has exactly ``limit``
+        bytes, so that its buffer is allocated once.
         """
         return self.request(GroupRequest(namespace, track, group, limit, exact), priority)
 
@@ -485,9 +485,9 @@ class Connection(ABC):
         """Request one group of one track, at a priority from 0 (most urgent) to 255."""
 
     async def renew(self) -> None:  # noqa: B027  # most have no token
-        """Reconnect with the current token; running transfers continue.
+        """Reconnect with the current token; transfers in progress continue.
 
-        Raises `TransportError` on failure; the old connection then stays.
+        Raises `TransportError` on failure; the old connection then stays in use.
         """
 
     @abstractmethod
@@ -495,7 +495,7 @@ class Connection(ABC):
         """Return the state of the connection."""
 
     async def answers(self, within_s: float) -> bool:
-        """Probe the peer; return whether it answered within ``within_s`` seconds.
+        """Probe the peer; return True if it answers within ``within_s`` seconds.
 
         A killed peer sends no more packets, and QUIC's idle timeout is long.
         """
@@ -539,10 +539,10 @@ async def read_view(reader: GroupReader) -> memoryview:
 
 
 class TaskSet(set[asyncio.Task[Any]]):
-    """Running tasks. An event loop keeps only weak references to its tasks."""
+    """Running tasks, kept alive: an event loop has only weak references to its tasks."""
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a coroutine; its task leaves the set at its end."""
+        """Run a coroutine as a task, which leaves the set when it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self.add(task)
         task.add_done_callback(self.discard)
@@ -563,16 +563,16 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 _WINDOW_S = 0.05
 _BUSY = 0.9
-"""Share of a window that the thread must be busy for the CPU to be the limit."""
+"""Fraction of a window that the thread must be busy for the CPU to be the limit."""
 _MIN_SILENCE_S = 0.1
 
 
 class LimitWatch:
-    """Finds the limit of one connection. Only samples limited by the network describe the link.
+    """Finds out what limits the rate of one connection. Only samples limited by the network describe the link.
 
     - Own CPU: the transport's threads were busy nearly all the time while bytes arrived.
-    - Publisher: a request is open and no bytes arrive, yet the peer answers a PING. The publisher also limits the bytes
-      that end its silence.
+    - Publisher: a request is open and no bytes arrive, yet the peer answers a PING. The first bytes after this silence
+      also count as limited by the publisher.
     - Network: everything else.
     """
 
@@ -586,7 +586,7 @@ class LimitWatch:
         self._bytes = self._bytes_at_probe = 0
         self._probing = False
         self._silent = False
-        """No byte has arrived since the publisher was found silent."""
+        """True if no byte has arrived since the publisher was found silent."""
         self._closed = False
 
     def set_in_flight(self, in_flight: int) -> None:
@@ -602,7 +602,7 @@ class LimitWatch:
         """Count payload bytes that have arrived."""
         self._bytes += count
         now = time.monotonic()
-        if self._silent:  # bytes that end a publisher's silence are late because of it, and so are the next ones
+        if self._silent:  # these bytes, and the next ones, are late because of the publisher's silence
             self._silent = False
             self._wall, self._cpu = now, time.thread_time()
         elif now - self._wall >= _WINDOW_S:
@@ -611,11 +611,11 @@ class LimitWatch:
             self._wall, self._cpu = now, cpu
 
     def worked(self, cpu_s: float) -> None:
-        """Add processor time of this connection's threads, seconds: the loop waited for it."""
+        """Add seconds of processor time of the connection's threads, for which the loop waited."""
         self._cpu -= cpu_s
 
     def alive(self) -> None:
-        """Note an acknowledged PING."""
+        """Handle an acknowledged PING."""
         if self._probing and self._bytes == self._bytes_at_probe and self._in_flight:
             self.limit, self._silent = "publisher", True
         self._probing = False

@@ -1,4 +1,4 @@
-"""Follows the messages of a growing asset on one connection.
+"""Follows the news of a growing asset on one connection.
 
 Earlier messages are fetched, many at a time; later ones arrive by a subscription.
 """
@@ -16,19 +16,19 @@ from kvabr.types.naming import EDGE_TRACK, TrackNamespace
 
 _MAX_REQUESTED = 8
 _END_BYTES = 7 << 10
-"""Additional bytes of the last message: a reason of 500 characters of up to 12 bytes."""
+"""Additional bytes of the last message: a reason of 500 characters with up to 12 bytes each."""
 _PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
 _TOP_PRIORITY = 0
 
 
 class Retries:
-    """The pauses before a live group is requested again."""
+    """Pauses before requests for live data are repeated."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._pauses = connection, Backoff(_PAUSE_S, _MAX_PAUSE_S)
 
     async def wait(self, error: Exception) -> None:
-        """Wait until a request may be repeated after an error; raise it if that is useless."""
+        """Pause before repeating a request that failed with ``error``; raise the error if repeating is useless."""
         if self._connection.closed or not isinstance(error, TransportError) or isinstance(error, NotFoundError):
             raise error
         wanted_s = error.retry_after_s if isinstance(error, RequestError) else None
@@ -36,14 +36,14 @@ class Retries:
 
 
 class News:
-    """The messages of one asset in order, each delivered once."""
+    """The messages of one asset, each delivered once, in order."""
 
     def __init__(self, connection: Connection, namespace: TrackNamespace, tracks: int) -> None:
         self._connection, self._namespace = connection, namespace
         self._bytes = news_bytes(tracks)
         self._requested: dict[int, GroupReader] = {}
         self._past = True
-        """Whether there may be earlier messages to fetch."""
+        """True if there may be earlier messages to fetch."""
 
     def close(self) -> None:
         """Cancel all requests."""
@@ -52,7 +52,7 @@ class News:
         self._requested.clear()
 
     async def after(self, number: int) -> list[EdgeMessage]:
-        """Return the messages from ``number`` on, at least one; wait until it exists.
+        """Wait for message ``number``, and return it with those after it that are available.
 
         Raises:
             NotFoundError: the peer does not have it, and never will.
@@ -64,7 +64,7 @@ class News:
             try:
                 messages = await self._read(self._request(number, most), number)
             except RequestError as error:
-                # There are none yet; or the peer sends one group at a time, as moq-rs does.
+                # There are none yet; or the peer serves only one group per request, as moq-rs does.
                 if not isinstance(error, NotFoundError) and error.reason != Reason.UNSUPPORTED:
                     raise
                 messages = []

@@ -1,24 +1,24 @@
 """A peer (an origin, a relay or an object store) on one or several connections, dialled for requests and redialled.
 
-Several connections at once, called lanes, help if one connection or core cannot fill the path. Plays see one source and
-one link: a request uses the lane with the fewest bytes left. Another lane is opened while enough bytes are wanted, and
-stays only if the total rate then clearly rises.
+Several connections help if one connection or core cannot fill the path. Plays see one source and one link: a request
+uses the connection with the fewest bytes left. Another one is opened while enough bytes are requested, and stays only
+if it clearly raises the total rate.
 
-A lane has one connection after the other. Requests without a connection wait for the next one. Transfers on a lost
-connection fail. After GOAWAY new requests use a new connection, and the old one is kept until its transfers have ended.
+A `RedialledConnection` has one connection after another. Requests without a connection wait for the next one. Transfers
+on a lost connection fail. After GOAWAY, new requests use a new connection, and the old one stays open until its
+transfers have ended.
 
-While requests are in flight and no bytes arrive, the lane probes the connection with a PING, since a killed peer is
-silent:
+While requests are in flight and no bytes arrive, the connection is probed with a PING, since a killed peer is silent:
 
 - `Health.GOOD`: the peer answers, or no bytes are missing.
-- `Health.SILENT`: a probe was not answered. The lane dials in parallel. During an outage of the path that dial fails
-  too, and the old connection continues afterwards. Only a peer that answers the dial, but not the old connection in as
-  much time again, has forgotten it.
+- `Health.SILENT`: a probe was not answered, so another connection is dialled. If the path is down, that dial fails too,
+  and the old connection continues afterwards. Only if the peer answers the dial, but within as much time again not the
+  old connection, has it forgotten the old one.
 - `Health.STUCK`: probes are answered, but requests are not: the peer or its QUIC library may have forgotten them. The
   new connection replaces the old one.
 
-A connection is stuck after seconds, but after an outage at once: a QUIC sender with a window full of lost packets is
-silent until its next retransmission, which may take as long again as the outage (RFC 9002, section 6.2).
+A connection counts as stuck after seconds, but right after an outage at once: a QUIC sender with a window full of lost
+packets is silent until its next retransmission, which may take as long again as the outage (RFC 9002, section 6.2).
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError,
 from kvabr.types.words import ordinal
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
-"""Pauses between dials: doubled each time, and multiplied by a random factor from 0.5 to 1.5."""
+"""First and longest pause between dials: doubled each time, and multiplied by a random factor from 0.5 to 1.5."""
 _UNREACHABLE = 2
-"""Failed dials in a row until a peer is presumed dead."""
+"""Consecutive failed dials after which a peer is presumed dead."""
 _SHORT_LIFE_S = 1.0
-"""A shorter connection that delivers no data, or ends in GOAWAY, does not reset the back-off."""
+"""A connection that lasts fewer seconds and delivers no data, or ends in GOAWAY, does not reset the back-off."""
 _CHECK_S, _MAX_CHECK_S = 0.1, 1.0
-"""Seconds between checks for received bytes; doubled after each check with only an answered probe, so that a busy peer
-is probed less."""
+"""First and longest seconds between checks for received bytes. They double after each check with only an answered
+probe, so that a busy peer is probed less."""
 _PROBE_S, _PROBE_RTT, _MAX_PROBE_S = 0.25, 4.0, 4.0
-"""Seconds, and multiples of the round trip or the last answer's time, for the answer to a probe, which may be lost and
-sent again; and the maximum. Each request answered sooner halves the expected time."""
+"""Time for the answer to a probe, which may be lost and sent again: at least the seconds, and the multiple of the round
+trip or of the last answer's time, up to the last number. Each request answered sooner halves the expected time."""
 _STUCK_S, _STUCK_PROBES = 3.0, 4.0
-"""Seconds, and multiples of a probe's time, after which a peer that answers only probes is redialled; the seconds
-double each time. It may just be slow, such as a relay that waits for its origin."""
+"""Seconds, and multiples of a probe's time, after which a peer that answers only probes is redialled. The seconds
+double each time, since the peer may just be slow, such as a relay that waits for its origin."""
 _OUTAGE_S = 1.0
-"""Seconds since an unanswered probe, without a byte, that count as an outage."""
+"""An outage: this many seconds after an unanswered probe without a byte."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
-"""Seconds, and round trips, of the first of a series of dials; doubled each time. QUIC backs off while it retries, so a
-fresh dial reaches a restarted peer sooner."""
+"""Time limit of the first of several dials, in seconds and round trips; doubled each time. QUIC backs off while it
+retries, so a fresh dial reaches a restarted peer sooner."""
 _REPLACED = "the connection was replaced by another"
 _SENT_AWAY = "the peer closes each connection at once"
 _FORGOTTEN = "the peer fell silent; it answers a new connection"
@@ -74,23 +74,23 @@ class Dialler(Protocol):
 
     names: tuple[str, ...]
     """Possible names of its connections (`Connection.peer`)."""
-    most_lanes: int
-    """Most simultaneous connections."""
+    max_connections: int
+    """Maximum number of simultaneous connections."""
 
     async def dial(self) -> PeerConnection:
-        """Return a new connection, or raise `TransportError`; called sequentially for a lane."""
+        """Return a new connection, or raise `TransportError`. Dials of one `RedialledConnection` never overlap."""
 
 
 class Health(Enum):
-    """How the peer of a lane answers."""
+    """How the peer of a connection answers."""
 
     GOOD = ""
     SILENT = "the peer has fallen silent"
     STUCK = "the peer answers probes, but not requests"
 
 
-class PeerLane(Carrier):
-    """One connection at a time to a peer."""
+class RedialledConnection(Carrier):
+    """Connects to a peer again and again, with one connection at a time for new requests."""
 
     def __init__(
         self,
@@ -103,16 +103,16 @@ class PeerLane(Carrier):
     ) -> None:
         """Prepare to dial.
 
-        After ``patience_s`` seconds of redialling waiting transfers fail; the next request starts again. Before the
-        first connection the first failed dial fails them, unless ``persistent``. ``released`` is called after each
-        transfer, ``dialled`` with None after the first connection, and with the error whenever dialling ends without
+        After ``patience_s`` seconds of redialling, waiting transfers fail; the next request dials again. Before the
+        first connection, the first failed dial fails them, unless ``persistent``. ``released`` is called after each
+        transfer; ``dialled`` with None after the first connection, and with the error whenever dialling ends without
         one.
         """
-        self.connection: PeerConnection | None = None
+        self.current: PeerConnection | None = None
         self.health = Health.GOOD
         self.closed = False
         self.unreachable = False
-        """Whether the peer is presumed dead: two dials in a row have failed, or the only one."""
+        """True if the peer is presumed dead: the last two dials have failed, or the only one."""
         self.dials = self._failed_dials = 0
         """Number of reconnections, and of failed dials since the last success."""
         self._dialler, self._patience_s, self._persistent = dialler, patience_s, persistent
@@ -133,45 +133,45 @@ class PeerLane(Carrier):
         self._quiet_s = 0.0
         """Seconds that requests have waited since the last bytes, while the peer answered probes."""
         self._outage_s: float | None = None
-        """Time of the first unanswered probe since the last bytes."""
+        """Time of the first unanswered probe since the last bytes, or None."""
         self._stuck_s = _STUCK_S
         self._answer_s = 0.0
-        """Seconds of the last answer to a probe or a dial, or to requests since."""
+        """Seconds that the last answer to a probe or dial took, reduced by faster answers to requests."""
 
     # ------------------------------------------------------------------ for the peer
 
     @property
     def trouble(self) -> str | None:
-        """Why the peer is currently out of reach, if known."""
-        if self._trouble is not None or self.connection is None:
+        """Why the peer cannot be reached now, if known."""
+        if self._trouble is not None or self.current is None:
             return self._trouble
-        return self.connection.trouble
+        return self.current.trouble
 
     @property
     def dialling(self) -> bool:
-        """Whether a dial is running."""
+        """True while a dial is running."""
         return self._dialling is not None
 
     @property
     def left_bytes(self) -> int:
-        """Missing bytes of its transfers, without live groups."""
+        """Missing bytes of its transfers, except for live groups."""
         every = (*self._using, *self._waiting)
         return sum(one.request.limit - one.received for one in every if not one.request.live)
 
     @property
     def bytes_received(self) -> int:
-        """Payload bytes of all its connections."""
-        open_ones = [*self._leaving] if self.connection is None else [*self._leaving, self.connection]
+        """Payload bytes received on all of its connections."""
+        open_ones = [*self._leaving] if self.current is None else [*self._leaving, self.current]
         return self._earlier_bytes + sum(connection.stats().bytes_received for connection in open_ones)
 
     async def connected(self) -> None:
         """Wait for a connection; see `Connection.connected`."""
-        while self.closed or self.connection is None:
+        while self.closed or self.current is None:
             if self.closed:
                 raise ConnectionLostError(CLOSED)
-            # A cancelled caller must not cancel the dial of the others.
+            # If a caller is cancelled, others still wait for the dial.
             await asyncio.wait({dial := self._redial(once=True)})
-            if dial.cancelled():  # by `close`, not by the caller's cancellation
+            if dial.cancelled():  # cancelled by `close`, not with the caller
                 raise ConnectionLostError(CLOSED)
             dial.result()
 
@@ -193,7 +193,7 @@ class PeerLane(Carrier):
                 task.cancel()
             await asyncio.wait(tasks)
         self._fail_waiting(ConnectionLostError(CLOSED))
-        for connection in (*self._leaving, *([] if self.connection is None else [self.connection])):
+        for connection in (*self._leaving, *([] if self.current is None else [self.current])):
             await connection.close()
         if self._closing:
             await asyncio.wait(self._closing)
@@ -209,16 +209,16 @@ class PeerLane(Carrier):
             self._start(transfer)
         else:
             self._waiting[transfer] = None
-            self._redial(once=self.connection is None and not self._persistent)
+            self._redial(once=self.current is None and not self._persistent)
 
     def answered(self, transfer: GroupTransfer) -> None:
         used, begun_s = self._using.get(transfer, (None, 0.0))
-        if used is not None and used is self.connection:
+        if used is not None and used is self.current:
             took_s = asyncio.get_running_loop().time() - begun_s
             self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
 
     def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
-        """A refusal on a replaced connection need not apply to the new one; see `Carrier.explain`."""
+        """Turn a refusal on a replaced connection, which need not apply to the new one, into `ConnectionLostError`."""
         used, _ = self._using.get(transfer, (None, 0.0))
         if isinstance(error, UnauthorizedError) and used in self._leaving:
             return ConnectionLostError(f"{transfer.request}: {_REPLACED}")
@@ -235,14 +235,14 @@ class PeerLane(Carrier):
     # ------------------------------------------------------------------ requests
 
     def _usable(self) -> bool:
-        connection = self.connection
+        connection = self.current
         return not (self.closed or connection is None or connection.closed or connection.going_away)
 
     def _carries(self, connection: PeerConnection) -> bool:
         return any(used is connection for used, _ in self._using.values())
 
     def _start(self, transfer: GroupTransfer) -> None:
-        connection = self.connection
+        connection = self.current
         assert connection is not None  # noqa: S101  # it is usable
         self._using[transfer] = connection, asyncio.get_running_loop().time()
         transfer.source = connection
@@ -278,7 +278,7 @@ class PeerLane(Carrier):
         """Probe the peer while transfers are in flight and no bytes arrive."""
         try:
             while self._using:
-                connection = self.connection
+                connection = self.current
                 assert connection is not None  # noqa: S101  # it has requests
                 before, since_s = self._checked_bytes, asyncio.get_running_loop().time()
                 self._requested.clear()
@@ -288,7 +288,7 @@ class PeerLane(Carrier):
                         requested = await asyncio.wait_for(self._requested.wait(), self._check_s)
                     else:
                         await asyncio.sleep(self._check_s)
-                if connection is not self.connection:
+                if connection is not self.current:
                     self._check_s = _CHECK_S
                 elif (received := connection.stats().bytes_received) != before:
                     self._check_s, self._checked_bytes = _CHECK_S, received
@@ -309,19 +309,19 @@ class PeerLane(Carrier):
                 self._quiet_s += asyncio.get_running_loop().time() - since_s
             if self._quiet_s < self._patient_s(connection):
                 self._recover()
-            elif connection is self.connection and self._usable():
+            elif connection is self.current and self._usable():
                 self._suspect(Health.STUCK)
-        elif connection is self.connection and self._usable() and dialling is self._dialling:
-            # Not if a dial has ended meanwhile, which is better evidence.
+        elif connection is self.current and self._usable() and dialling is self._dialling:
+            # A dial that has ended meanwhile is better evidence.
             self._outage_s = self._outage_s or asyncio.get_running_loop().time()
             self._suspect(Health.SILENT)
 
     def _patient_s(self, connection: PeerConnection) -> float:
-        """Return how long a peer that answers probes may leave requests unanswered."""
+        """Return the seconds for which a peer that answers probes may leave requests unanswered."""
         probe_s, outage_s = self._probe_timeout_s(connection), self._outage_s
         lost = outage_s is not None and asyncio.get_running_loop().time() - outage_s > _OUTAGE_S
-        quick = self._answer_s < _PROBE_S  # a busy peer is late with probes, too
-        if lost and quick and self._stuck_s == _STUCK_S:  # not if the previous connection was stuck as well
+        quick = self._answer_s < _PROBE_S  # a busy peer also answers probes late
+        if lost and quick and self._stuck_s == _STUCK_S:  # unless the previous connection was stuck as well
             return probe_s
         return max(self._stuck_s, _STUCK_PROBES * probe_s)
 
@@ -341,7 +341,7 @@ class PeerLane(Carrier):
 
     def _redial(self, *, once: bool = False) -> asyncio.Task[None]:
         if self._dialling is None:
-            if self.connection is None:
+            if self.current is None:
                 self._trouble = self._trouble or f"{self._dialler.names[0]} is not connected yet"
             work = self._dial_once() if once else self._dial_until_connected()
             self._dialling = asyncio.get_running_loop().create_task(work)
@@ -353,7 +353,7 @@ class PeerLane(Carrier):
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
-            if self.connection is None:
+            if self.current is None:
                 self._trouble, self.unreachable = str(error), True
                 self._dialled_first(error)
                 if once and self._persistent and self._waiting and not isinstance(error, UnauthorizedError):
@@ -370,7 +370,7 @@ class PeerLane(Carrier):
         self._adopt(await self._dialler.dial())
 
     async def _dial_until_connected(self) -> None:
-        loop, old = asyncio.get_running_loop(), self.connection
+        loop, old = asyncio.get_running_loop(), self.current
         stats = ConnectionStats() if old is None else old.stats()
         start_s, tries = loop.time(), 1
         delivered = old is not None and not old.going_away and stats.bytes_received > 0
@@ -409,8 +409,8 @@ class PeerLane(Carrier):
             raise TransportError(f"no answer within {seconds:.3g} s") from error
 
     async def _choose(self, made: PeerConnection, begun_s: float) -> None:
-        """Switch to a connection dialled since ``begun_s``, unless the silent one proves to be alive."""
-        old, took_s = self.connection, asyncio.get_running_loop().time() - begun_s
+        """Switch to a connection dialled since ``begun_s``, unless the old one is silent but proves to be alive."""
+        old, took_s = self.current, asyncio.get_running_loop().time() - begun_s
         if old is not None and self._usable():
             alive = True
             try:
@@ -428,7 +428,7 @@ class PeerLane(Carrier):
 
     def _adopt(self, made: PeerConnection) -> None:
         self._adopted_s = asyncio.get_running_loop().time()
-        old, self.connection = self.connection, made
+        old, self.current = self.current, made
         self._checked_bytes = made.stats().bytes_received
         forgotten = self.health is not Health.GOOD
         if old is not None:
@@ -455,19 +455,19 @@ class PeerLane(Carrier):
 
 
 _WAITS_BYTES = 1 << 20
-"""Wanted bytes per lane for a meaningful measurement."""
+"""Missing bytes per connection required for a meaningful measurement."""
 _MEASURED_S, _MEASURED_BYTES = 0.05, 4 << 20
-"""Least time and bytes of a measurement."""
+"""Minimum seconds and bytes of a measurement."""
 _MIN_GAIN_FACTOR = 1.1
-"""Factor by which another lane must raise the rate."""
+"""Factor by which another connection must raise the rate."""
 _AGAIN_S = 60.0
-"""Seconds until a useless lane is tried again."""
+"""Seconds after which another connection is tried again if it was useless."""
 _PATIENCE_S = 30.0
 """Seconds for which a lost peer is dialled while requests wait."""
 
 
 def _of_connection(name: str, unconnected: str | None) -> Any:
-    return property(lambda peer: getattr(peer._connection, name, unconnected))  # noqa: SLF001
+    return property(lambda peer: getattr(peer._current, name, unconnected))  # noqa: SLF001
 
 
 class Peer(PeerConnection):
@@ -478,25 +478,26 @@ class Peer(PeerConnection):
     finder: PrefixFinder | None = _of_connection("finder", None)
 
     def __init__(self, dialler: Dialler, *, needed: bool = True, patience_s: float = _PATIENCE_S) -> None:
-        """Prepare to dial, by the first request or `connected`.
+        """Prepare; the first request or `connected` dials.
 
-        Requests fail if the first dial does, unless not ``needed``, and after ``patience_s`` of redialling a lost peer.
+        If the first dial fails, requests fail if ``needed``. They also fail after ``patience_s`` seconds of redialling
+        a lost peer.
         """
         self.first_dialled: Callable[[BaseException | None], None] = lambda _: None
-        """Called after each reported dial of the first lane (see `PeerLane`)."""
+        """Called as ``dialled`` of the first `RedialledConnection`."""
         self._dialler, self._needed, self._patience_s = dialler, needed, patience_s
         self._over = False
-        self._lanes = [self._lane(self._dialled)]
+        self._connections = [self._new_connection(self._dialled)]
         self.used = 1
         self._opening: asyncio.Task[None] | None = None
         self._before = 0.0
-        """Rate with one lane fewer, bytes per second; 0.0 with one lane."""
+        """Rate with one connection fewer, bytes per second; 0.0 with one connection."""
         self._since: tuple[float, int] | None = None
-        """Start of the current measurement, and bytes by then."""
+        """Time and received bytes at the start of the current measurement."""
         self._again_s = 0.0
 
-    def _lane(self, dialled: Callable[[BaseException | None], None] = lambda _: None) -> PeerLane:
-        return PeerLane(
+    def _new_connection(self, dialled: Callable[[BaseException | None], None] = lambda _: None) -> RedialledConnection:
+        return RedialledConnection(
             self._dialler,
             patience_s=self._patience_s,
             persistent=not self._needed,
@@ -520,61 +521,63 @@ class Peer(PeerConnection):
     # ------------------------------------------------------------------ Connection
 
     @property
-    def _connection(self) -> PeerConnection | None:
-        return self._lanes[0].connection
+    def _current(self) -> PeerConnection | None:
+        return self._connections[0].current
 
     @property
     def names(self) -> Sequence[str]:
-        connection = self._connection
+        connection = self._current
         return self._dialler.names if connection is None else super().names
 
     @property
     def peer(self) -> str | None:  # type: ignore[override]
-        connection = self._connection
+        connection = self._current
         return self._dialler.names[0] if connection is None else connection.peer or self._dialler.names[0]
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether this was closed, or the last dial failed without any earlier connection."""
-        first = self._lanes[0]
+        """True if closed, or if the last dial failed and there never was a connection."""
+        first = self._connections[0]
         return self._over or (self._needed and not self.reached and first.unreachable and not first.dialling)
 
     @property
     def reached(self) -> bool:  # type: ignore[override]
-        """`Connection.reached` of the first lane."""
-        return self._connection is not None
+        """`Connection.reached` of the first connection."""
+        return self._current is not None
 
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
-        return self._lanes[0].trouble
+        return self._connections[0].trouble
 
     @property
     def unreachable(self) -> bool:  # type: ignore[override]
-        return all(lane.unreachable for lane in self._lanes)
+        return all(connection.unreachable for connection in self._connections)
 
     @property
     def announced_rate(self) -> float:  # type: ignore[override]
-        """The best `Connection.announced_rate` of all lanes."""
-        every = (lane.connection.announced_rate for lane in self._lanes if lane.connection is not None)
+        """The highest `Connection.announced_rate` of all connections."""
+        every = (
+            connection.current.announced_rate for connection in self._connections if connection.current is not None
+        )
         return max(every, default=0.0)
 
     @property
     def dials(self) -> int:
         """Number of reconnections."""
-        return sum(lane.dials for lane in self._lanes)
+        return sum(connection.dials for connection in self._connections)
 
     async def connected(self) -> None:
-        await self._lanes[0].connected()
+        await self._connections[0].connected()
 
     async def renew(self) -> None:
-        for lane in self._lanes:
-            await lane.renew()
+        for connection in self._connections:
+            await connection.renew()
 
     async def answers(self, within_s: float) -> bool:
-        return self._connection is not None and await self._connection.answers(within_s)
+        return self._current is not None and await self._current.answers(within_s)
 
     def stats(self) -> ConnectionStats:
-        every = [lane.connection.stats() for lane in self._lanes if lane.connection is not None]
+        every = [connection.current.stats() for connection in self._connections if connection.current is not None]
         if not every:
             return ConnectionStats()
         return ConnectionStats(every[0].rtt_s, self._received())
@@ -583,8 +586,8 @@ class Peer(PeerConnection):
         self._over = True
         if self._opening is not None:
             await cancel_all([self._opening])
-        for lane in self._lanes:
-            await lane.close()
+        for connection in self._connections:
+            await connection.close()
 
     # ------------------------------------------------------------------ Carrier
 
@@ -592,22 +595,24 @@ class Peer(PeerConnection):
         if self._over:
             transfer.fail(ConnectionLostError(CLOSED))
             return
-        lane = self._lanes[0]
-        if self.used > 1 and not transfer.request.live:  # live transfers share one lane: one subscription per track
-            # A lane in trouble redials; until then it gets no new requests.
-            lane = min(self._lanes[: self.used], key=lambda lane: (lane.trouble is not None, lane.left_bytes))
-        lane.carry(transfer)
+        connection = self._connections[0]
+        if self.used > 1 and not transfer.request.live:  # one subscription per live track
+            # A connection in trouble redials; until then it gets no new requests.
+            connection = min(
+                self._connections[: self.used], key=lambda each: (each.trouble is not None, each.left_bytes)
+            )
+        connection.carry(transfer)
         self._measure()
 
-    # ------------------------------------------------------------------ lanes
+    # ------------------------------------------------------------------ connections
 
     def _received(self) -> int:
-        return sum(lane.bytes_received for lane in self._lanes)
+        return sum(connection.bytes_received for connection in self._connections)
 
     def _measure(self) -> None:
-        if self._over or self._dialler.most_lanes < 2:
+        if self._over or self._dialler.max_connections < 2:
             return
-        waiting = sum(lane.left_bytes for lane in self._lanes)
+        waiting = sum(connection.left_bytes for connection in self._connections)
         if waiting < self.used * _WAITS_BYTES or self._opening is not None:  # opening may take a while
             self._since = None
             return
@@ -622,20 +627,20 @@ class Peer(PeerConnection):
         if rate < _MIN_GAIN_FACTOR * self._before:
             self.used -= 1  # the path or this machine is saturated
             self._before, self._again_s = 0.0, now + _AGAIN_S
-        elif self.used < self._dialler.most_lanes:
+        elif self.used < self._dialler.max_connections:
             self._before = rate
             self._opening = asyncio.get_running_loop().create_task(self._open())
 
     async def _open(self) -> None:
         try:
-            if self.used == len(self._lanes):
-                lane = self._lane()
+            if self.used == len(self._connections):
+                connection = self._new_connection()
                 try:
-                    await lane.connected()
+                    await connection.connected()
                 except BaseException:
-                    await lane.close()  # its dial would continue
+                    await connection.close()  # its dial would continue
                     raise
-                self._lanes.append(lane)
+                self._connections.append(connection)
             self.used, self._since = self.used + 1, None
         except TransportError:  # the peer allows no more connections
             self._before, self._again_s = 0.0, asyncio.get_running_loop().time() + _AGAIN_S

@@ -108,8 +108,9 @@ def test_the_dearer_the_engine_the_less_it_computes():
     runs = [beside_an_engine(0.12, price) for price in prices]
     spent = [run["recompute_s"] for run in runs]
     assert all(run["met"] for run in runs)
-    assert spent == sorted(spent, reverse=True)
+    assert spent[:-1] == sorted(spent[:-1], reverse=True)
     assert spent[0] > 0.5
+    assert spent[-1] <= WHOLE_S / 16  # at most the one group that may be late at the lower bound
     assert spent[-1] == 0
     cheap, dear = ([run["loss"] + price * run["recompute_s"] for run in runs] for price in (1e-3, 1.0))
     assert cheap[1] < cheap[-1]

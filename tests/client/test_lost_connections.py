@@ -24,7 +24,7 @@ SLOW = PrefillCost.from_rate(20.0)
 class Dialled:
     """A peer that can be dialled again and again; every connection it makes is kept."""
 
-    names, most_lanes = ("lost:1",), 1
+    names, max_connections = ("lost:1",), 1
 
     def __init__(self, origin, *, fails=0, **options):
         self._origin, self._fails, self._options = origin, fails, options

@@ -107,7 +107,7 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
 
 def store_of(peer):
     """Return the connection of a peer that is a store."""
-    return peer._lanes[0].connection
+    return peer._current
 
 
 def silent(where, *, times=1 << 30):

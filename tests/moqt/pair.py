@@ -19,7 +19,7 @@ GROUPS = {0: [b"a0", b"a1", b"a2"], 1: [b"b0"], 3: [b"d0", b"d1"]}
 
 
 @dataclass
-class Lane:
+class Pipe:
     sent: deque[bytes | int | None] = field(default_factory=deque)
     """In flight: bytes, None for the end, or the code of a reset."""
     over: bool = False
@@ -45,7 +45,7 @@ class Pair:
         self.ends = {True: self.client, False: self.server}
         self.events: dict[bool, list[Event]] = {True: [], False: []}
         self.owners: dict[bool, Callable[[Event], None]] = {}
-        self.lanes: dict[tuple[bool, int], Lane] = {}
+        self.pipes: dict[tuple[bool, int], Pipe] = {}
         """By sender (True: the client) and stream."""
         self.stops: deque[tuple[bool, int, int]] = deque()
         """STOP_SENDINGs in flight: receiver, stream, code."""
@@ -64,23 +64,23 @@ class Pair:
         self._write(sender, stream, data, fin=fin)
 
     def _write(self, sender: bool, stream: int, data: bytes, *, fin: bool) -> None:
-        lane = self.lanes.setdefault((sender, stream), Lane())
-        if lane.over:
+        pipe = self.pipes.setdefault((sender, stream), Pipe())
+        if pipe.over:
             return  # a QUIC library raises here, and the owner ignores it
         if data:
-            lane.sent.append(data)
+            pipe.sent.append(data)
         if fin:
-            lane.sent.append(None)
-            lane.over = True
+            pipe.sent.append(None)
+            pipe.over = True
 
     def reset(self, sender: bool, stream: int, code: int) -> None:
-        lane = self.lanes.setdefault((sender, stream), Lane())
-        if lane.over:
+        pipe = self.pipes.setdefault((sender, stream), Pipe())
+        if pipe.over:
             return
         if self.dice is not None and self.dice.random() < 0.5:
-            lane.sent.clear()  # a reset may overtake data in flight
-        lane.sent.append(code)
-        lane.over = True
+            pipe.sent.clear()  # a reset may overtake data in flight
+        pipe.sent.append(code)
+        pipe.over = True
 
     def request(self, make: Callable[[int], Request]) -> int:
         """Make a client's request of a kind that sessions only answer; the client ignores the answers."""
@@ -119,9 +119,9 @@ class Pair:
             elif isinstance(command, Reset):
                 self.reset(sender, command.stream, command.code)
             elif isinstance(command, Stop):
-                lane = self.lanes.setdefault((not sender, command.stream), Lane())
-                if not lane.stopped:
-                    lane.stopped = True
+                pipe = self.pipes.setdefault((not sender, command.stream), Pipe())
+                if not pipe.stopped:
+                    pipe.stopped = True
                     self.stops.append((not sender, command.stream, command.code))
             else:
                 self.closes[sender] = command
@@ -136,7 +136,7 @@ class Pair:
             steps = None if steps is None else steps - 1
 
     def _step(self) -> bool:
-        ready = [key for key, lane in self.lanes.items() if lane.sent]
+        ready = [key for key, pipe in self.pipes.items() if pipe.sent]
         if self.stops and (not ready or self.dice is None or self.dice.random() < 0.3):
             to, stream, code = self.stops.popleft()
             self.ends[to].receive_stop(stream, code)
@@ -150,8 +150,8 @@ class Pair:
         return True
 
     def _deliver(self, sender: bool, stream: int) -> None:
-        lane, receiver = self.lanes[(sender, stream)], self.ends[not sender]
-        first = lane.sent.popleft()
+        pipe, receiver = self.pipes[(sender, stream)], self.ends[not sender]
+        first = pipe.sent.popleft()
         if first is None:
             receiver.receive(stream, b"", fin=True)
         elif isinstance(first, int):
@@ -159,11 +159,11 @@ class Pair:
         else:
             if self.dice is not None and len(first) > 1 and self.dice.random() < 0.6:
                 cut = self.dice.randrange(1, len(first))
-                lane.sent.appendleft(first[cut:])
+                pipe.sent.appendleft(first[cut:])
                 first = first[:cut]
-            fin = bool(lane.sent) and lane.sent[0] is None
+            fin = bool(pipe.sent) and pipe.sent[0] is None
             if fin:
-                lane.sent.popleft()
+                pipe.sent.popleft()
             receiver.receive(stream, first, fin=fin)
 
     def told(self, client: bool, *kinds: type) -> list[Event]:

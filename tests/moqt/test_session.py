@@ -120,10 +120,10 @@ def test_an_update_is_acknowledged_after_its_request():
     assert pair.client.requester.update(number, Parameters(priority=9))
     pair.run()
     assert pair.told(False, Updated)
-    assert pair.lanes.get((False, 0)) is None
+    assert pair.pipes.get((False, 0)) is None
     pair.server.responder.accept_fetch(number, Location(0, 1), end_of_track=False)
     pair.collect()
-    assert b"".join(pair.lanes[(False, 0)].sent).hex() == "1800040000000007000100"
+    assert b"".join(pair.pipes[(False, 0)].sent).hex() == "1800040000000007000100"
     pair.run()
     assert len(pair.told(True, Answered)) == 1
     pair.healthy()
@@ -213,7 +213,7 @@ def test_objects_of_an_unknown_track(kind):
     pair.write(False, stream, bytes.fromhex(kind + "07 05 00 0a") + b"anything")
     pair.write(False, stream, b"more", fin=False)
     pair.run()
-    assert pair.lanes[(False, stream)].stopped
+    assert pair.pipes[(False, stream)].stopped
     assert pair.told(True, Received) == []
     pair.tidy()
 

@@ -186,9 +186,9 @@ def test_a_peer_that_never_ends_its_streams():
     Origin(pair, GROUPS)
     numbers = [ask(pair, 0) for _ in range(50)]
     pair.collect()
-    for (sender, _), lane in pair.lanes.items():
+    for (sender, _), pipe in pair.pipes.items():
         if sender:
-            lane.over = True  # the client's resets and ends are lost
+            pipe.over = True  # the client's resets and ends are lost
     pair.run()
     assert len(pair.told(True, Ended)) == len(numbers)
     server = pair.server

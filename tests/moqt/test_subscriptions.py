@@ -113,7 +113,7 @@ def test_unsubscribe():
     pair.client.requester.cancel(number)
     pair.run()
     assert pair.told(False, Cancelled)
-    assert pair.lanes[(False, stream)].over
+    assert pair.pipes[(False, stream)].over
     pair.tidy()
 
 

@@ -141,11 +141,11 @@ class World:
 
 def check(play: Session) -> None:
     """Compare what is added up and kept in order with what it is made of."""
-    view, lane = play.view, play.engine
+    view, queue = play.view, play.engine
     if play.over:
         return
     flying = {transfer.group for transfer in view.in_flight.values()}
-    hidden = [group for group in range(view.groups) if lane is not None and lane.takes(group)]
+    hidden = [group for group in range(view.groups) if queue is not None and queue.takes(group)]
     missing = [
         group for group in play.groups.absent if group not in flying and group < view.edge and group not in hidden
     ]
@@ -171,12 +171,12 @@ def check(play: Session) -> None:
             assert (group in view.undecoded) == bool(stacked)
         if view.track_of[group] is None:
             assert group in play.groups.absent or group in hidden
-    if lane is not None:
-        assert list(lane.left) == [group for group in play.groups.absent if group not in lane.chosen]
-        here = range(*(lane.computing or (0, 0)))
-        waiting = [group for group in lane.chosen if group not in here]
-        assert abs(lane._waiting_s - sum(lane._seconds(group, group + 1) for group in waiting)) < 1e-9
-        assert lane._waiting == len(waiting)
+    if queue is not None:
+        assert list(queue.left) == [group for group in play.groups.absent if group not in queue.chosen]
+        here = range(*(queue.computing or (0, 0)))
+        waiting = [group for group in queue.chosen if group not in here]
+        assert abs(queue._waiting_s - sum(queue._seconds(group, group + 1) for group in waiting)) < 1e-9
+        assert queue._waiting == len(waiting)
 
 
 def world(dice: random.Random, policy: str, *, groups: int | None = None) -> World:

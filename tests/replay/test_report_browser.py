@@ -185,7 +185,7 @@ def test_everything_is_drawn_without_a_complaint(page):
     assert rows(page, ".timeline .deadline") == 1
 
 
-def test_a_prefill_that_goes_on_meanwhile_has_a_lane_and_an_edge(browser, tmp_path):
+def test_a_prefill_that_goes_on_meanwhile_has_a_row_and_an_edge(browser, tmp_path):
     write_page(tmp_path / "page.html", *live_sample())
     browser.open(tmp_path / "page.html")
     assert rows(browser, ".timeline rect.prefill") == 12

@@ -101,11 +101,11 @@ def test_the_trace_shows_what_the_log_holds(tmp_path):
     }  # fmt: skip
 
 
-def test_the_trace_has_a_lane_for_a_prefill_that_goes_on_meanwhile(tmp_path):
+def test_the_trace_has_a_row_for_a_prefill_that_goes_on_meanwhile(tmp_path):
     result, timelines = live_sample()
     found = events(tmp_path, result, timelines)
-    (lane,) = {e["tid"] for e in found if e["name"] == "thread_name" and e["args"]["name"] == "prefill"}
-    spans = [e for e in found if e["ph"] == "X" and e["tid"] == lane]
+    (row,) = {e["tid"] for e in found if e["name"] == "thread_name" and e["args"]["name"] == "prefill"}
+    spans = [e for e in found if e["ph"] == "X" and e["tid"] == row]
     assert [span["args"]["edge"] for span in spans] == list(range(1, 13))
     assert spans[0]["ts"] == 0
     assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(1.2e6, rel=0.1)
@@ -166,11 +166,11 @@ def test_a_group_that_was_refused_keeps_its_time_of_arrival_and_what_had_come():
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=40))
-def test_spans_in_one_lane_never_overlap(pairs):
+def test_spans_in_one_row_never_overlap(pairs):
     spans = sorted((start, start + length) for start, length in pairs)
     chosen = assign_rows(spans)
     for i, (start, _) in enumerate(spans):
         assert not any(chosen[j] == chosen[i] and spans[j][1] > start for j in range(i))
     for i, (start, _) in enumerate(spans):
         busy = {chosen[j] for j in range(i) if spans[j][1] > start}
-        assert chosen[i] <= len(busy), "a new lane only where all others are taken"
+        assert chosen[i] <= len(busy), "a new row only where all others are taken"

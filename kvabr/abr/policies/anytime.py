@@ -6,10 +6,10 @@ track of every group; this policy decides the order of requests.
 
 - The base of every group is requested at once. Replacing an undecoded base costs little, and with all bases in place
   the play is safe. On a link as fast as in earlier plays, groups are requested on their final tracks at once,
-  provided that all should arrive in time at the low end of the belief.
-- Upgrades follow just before the link would be idle: on the planned track if the whole plan should arrive in time at
-  the low end of the belief, otherwise by the layer with the largest saving per byte that should arrive.
-- The play ends when waiting longer would not pay off. In an outage it waits while that costs less than the present
+  provided that all should arrive in time at the lowest rate of the belief (`kvabr.abr.belief`).
+- Upgrades are requested just before the link would be idle. They use the planned track if the whole plan should arrive
+  in time at the lowest rate of the belief; otherwise the layer with the largest saving per byte that should arrive.
+- The play ends when waiting longer would not pay off. In an outage it waits as long as that costs less than the present
   loss.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
 _AHEAD_SHARE = 0.01
-"""Length of the bytes in flight, in addition to round trips, as a share of the deadline."""
+"""Duration of the bytes in flight, in addition to round trips, as a fraction of the deadline."""
 
 
 class Anytime(Policy):
@@ -46,7 +46,7 @@ class Anytime(Policy):
     }
 
     def __init__(self, *, ahead_ttfb: float = 1.5) -> None:
-        """Set ``ahead_ttfb``: length of the bytes in flight, in times to first byte."""
+        """``ahead_ttfb``: duration of the bytes in flight, in times to first byte."""
         self._ahead_ttfb = ahead_ttfb
 
     def start(self, view: View) -> None:
@@ -67,9 +67,7 @@ class Anytime(Policy):
         self._over = False
         self._filling = True
         self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > view.deadline_s
-        losses = self._base.loss
-        self._largest = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
-        self._smallest = deque(self._times.smallest_first(self._base.name))
+        self._order = deque(self._times.by_loss(self._base.name))
 
     def decide(self, view: View) -> Decision:
         """Give work to an idle engine first, then request bases, then upgrades."""
@@ -101,11 +99,11 @@ class Anytime(Policy):
 
     @property
     def division(self) -> Division | None:
-        """The present division of the work; None without an engine."""
+        """Present division of the work; None without an engine."""
         return None if self._planner is None else self._planner.division
 
     def will_replace(self, view: View, group: int) -> bool:
-        """Return whether the plan has another track for a group."""
+        """Return True if the plan has another track for a group."""
         plan = self._plan
         if plan is None or self._over or view.rate <= 0:
             return False
@@ -153,7 +151,7 @@ class Anytime(Policy):
         return plan
 
     def _enough(self, view: View, first: int = _MIN_IN_FLIGHT) -> bool:
-        """Return whether the bytes in flight last until a new request begins to arrive."""
+        """Return True if the bytes in flight last until data of a new request arrives."""
         if view.rate <= 0:
             return len(view.in_flight) >= first
         # Requests leave in bursts, so that neighbouring groups can share a range of an object store.
@@ -180,7 +178,7 @@ class Anytime(Policy):
         return Decision.fetch(self._next_group(view), name, "the base of every group comes first")
 
     def _final(self, view: View) -> Decision | None:
-        """Request a group on its planned track, or wait; None: request the base first, unless the link is safe."""
+        """Request a group on its planned track, or wait; return None if the base must be requested first."""
         plan = self._plan_for(view)
         near_prior = view.prior_own and LOW_SHARE * view.prior_rate <= view.rate <= view.prior_rate / LOW_SHARE
         if view.growing or not near_prior or plan.ends_s >= LOW_SHARE * view.time_left:
@@ -193,9 +191,9 @@ class Anytime(Policy):
         return Decision.fetch(group, track, f"lowest total cost; all groups take {plan.ends_s:.2f} s more")
 
     def _next_group(self, view: View, *, least: bool = False) -> int:
-        """Return the missing group to request: the largest loss, or the front if an engine needs or computes it.
+        """Return the missing group with the largest loss, or the first one if an engine needs or computes it.
 
-        ``least``: the smallest loss; its group is small and is decoded while the others arrive.
+        ``least``: return that with the smallest loss, which is small and is decoded while the others arrive.
         """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
@@ -203,11 +201,11 @@ class Anytime(Policy):
             return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
-        order = self._smallest if least else self._largest
-        while order:
-            if order[0] in missing:
-                return order[0]
-            order.popleft()
+        end, take = (-1, self._order.pop) if least else (0, self._order.popleft)
+        while self._order:
+            if self._order[end] in missing:
+                return self._order[end]
+            take()
         return next(iter(missing))  # requested before, but lost
 
     # ------------------------------------------------------------ the upgrades
@@ -239,7 +237,7 @@ class Anytime(Policy):
         return self._end(view)
 
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
-        """Return whether to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
+        """Return True to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
         lost, spent = self._times.lost() + flying, view.time_price * (view.now - self._link.fast_s)
         return lost > spent > 0.0 or (view.rate <= 0 and lost > view.time_price * view.time_left)
 

@@ -12,7 +12,7 @@ from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
 _MIN_SAVING = 1e-4
-"""Minimum total saving of upgrades, nats per token; less is not noticeable."""
+"""Minimum total saving of upgrades, in nats per token; less is not noticeable."""
 
 
 class _Upgrade(NamedTuple):

@@ -1,8 +1,8 @@
 """``mpc``: RobustMPC of video players (Yin et al., SIGCOMM 2015), with the bound of Puffer and Pensieve.
 
-A video player plans five chunks ahead against its buffer. This policy plans five groups ahead against their share of
-the remaining time, at the harmonic mean of the recent rates over one plus the largest recent error. It takes steps to
-better tracks in the order of loss saved per byte, which is within one step of the optimum.
+A video player plans five chunks ahead, limited by its buffer. This policy plans five groups ahead, limited by their
+share of the time left, at the harmonic mean of the recent rates over one plus the largest recent error. It takes steps
+to better tracks in the order of loss saved per byte, which is within one step of the optimum.
 """
 
 from __future__ import annotations

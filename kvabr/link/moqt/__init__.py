@@ -1,1 +1,1 @@
-"""MoQT on any `StreamTransport`: endpoint, connection, dial and reconnect."""
+"""MoQT on any `StreamTransport`: endpoint, connection and dialling."""

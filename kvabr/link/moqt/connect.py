@@ -1,4 +1,4 @@
-"""Connects to an origin or a relay: parses its URL, chooses a transport, dials its addresses, redials."""
+"""Connects to an origin or a relay: parses its URL, chooses a transport, and dials its addresses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvabr.types.peer import PeerOptions
 
 DEFAULT_PORT = 443
 FRAGMENT_TYPE = "kvcache"
-"""Fragment type that names an asset (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
+"""Type of the URL fragment that names an asset (draft-ietf-moq-transport-18, Fragment Identifiers; not registered)."""
 HEAD_START_S = 0.25
-"""Head start of each address of a host before the next one (RFC 8305, section 5)."""
+"""Seconds between the dials of a host's addresses (RFC 8305, section 5)."""
 _MAX_ADDRESSES = 8
 
 _TCP_HEAD_START_S = 1.0
-"""Head start of connected TCP over QUIC, for TLS and MoQT's SETUP."""
+"""Seconds by which an established TCP connection precedes a dial over QUIC, to complete TLS and MoQT's SETUP."""
 Over = Literal["quic", "tcp"]
 TransportName = LibraryName | Literal["tcp"]
 Address = tuple[socket.AddressFamily, Any]
@@ -41,7 +41,7 @@ C = TypeVar("C", bound=MoqtConnection)
 
 
 def parse_url(url: str) -> tuple[str, int, str]:
-    """Return host, port, and path with query of a ``moqt`` URL; raise UsageError. `asset_of` reads the fragment."""
+    """Return host, port, and path with query of a ``moqt`` URL; raise `UsageError`. `asset_of` reads the fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -55,7 +55,7 @@ def parse_url(url: str) -> tuple[str, int, str]:
         raise UsageError(f"{url}: the host is missing, or the URL contains a space")
     try:
         parts.hostname.encode("idna")
-    except UnicodeError as error:  # which a lookup would raise
+    except UnicodeError as error:  # a lookup would raise it
         raise UsageError(f"{url}: {parts.hostname[:80]} is not the name of a host ({error})") from error
     if port == 0:
         raise UsageError(f"{url}: the port must be 1 to 65535")
@@ -92,11 +92,11 @@ def connect(
     drafts: tuple[str, ...] = DRAFTS,
     needed: bool = True,
 ) -> Peer:
-    """Return an origin or a relay, dialled on entering its context manager or by the first request.
+    """Return an origin or a relay, dialled when its context manager is entered, or by the first request.
 
-    It is redialled after a lost connection and after GOAWAY. ``url`` is ``moqt://host[:port][/path][?query]``, by
-    default port 443. ``drafts`` are protocols to offer, preferred first. ``needed``: raise on entering if the peer
-    does not answer or its name is unknown; otherwise requests dial again.
+    It is redialled after a lost connection and after GOAWAY. ``url`` is ``moqt://host[:port][/path][?query]``; the port
+    defaults to 443. ``drafts`` are protocols to offer, preferred first. ``needed``: raise on entering if the peer does
+    not answer or its name is unknown; otherwise requests dial again.
 
     Raises:
         UsageError: the URL or an option is wrong.
@@ -108,7 +108,7 @@ def connect(
 
 
 def peer_name(where: str, over: Over) -> str:
-    """Return a peer's name (`Connection.peer`): QUIC and TCP to one host differ in speed."""
+    """Return a peer's name (`Connection.peer`), with the transport, since QUIC and TCP to one host differ in speed."""
     return where if over == "quic" else f"{where} tcp"
 
 
@@ -119,20 +119,20 @@ class MoqtDialler:
         self._options = options
         self._where = f"{options.host}:{options.port}"
         self.names = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
-        self.most_lanes = options.how.lanes
+        self.max_connections = options.how.lanes
         self._works: Over | None = None
 
     async def dial(self) -> MoqtConnection:
         how = self._options.how
         if how.token_file is not None:
-            with contextlib.suppress(UsageError):  # the previous token may still be good
+            with contextlib.suppress(UsageError):  # the previous token may still be valid
                 self._options = replace(self._options, token=how.secret())
         if how.transport == "auto" and how.quic == "auto":
             return await self._auto()
         return await self._dial_over("quic" if how.transport == "auto" else how.transport)
 
     async def _auto(self) -> MoqtConnection:
-        """Dial over TCP, and over QUIC if TCP fails or is slow; start with the transport that worked before.
+        """Dial over TCP, and over QUIC if TCP fails or is slow; start with the transport that worked last time.
 
         TCP takes a fraction of the processor time, and origins may have a congestion control that tolerates losses.
         """
@@ -150,7 +150,7 @@ class MoqtDialler:
                 raise
             except TransportError as error:
                 failed[over] = error
-            # Another service may have the TCP port, so its answer does not count before QUIC's.
+            # The TCP port may belong to another service, so its answer counts only after QUIC's.
             raise NoAnswerError(str(failed[over])) if over == "tcp" else failed[over]
 
         try:
@@ -168,9 +168,9 @@ class MoqtDialler:
 
 
 async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s: float | None = None) -> MoqtConnection:
-    """Connect once to the address that answers first, and wait for its SETUP; raise TransportError.
+    """Connect once, to the address that answers first, and wait for its SETUP; raise `TransportError`.
 
-    ``connect_s``: seconds for the TCP connection alone, before TLS; None: all of the timeout.
+    ``connect_s``: seconds for the TCP connection alone, before TLS; None: the whole timeout.
     """
     where = f"{options.host}:{options.port}"
     end_s = asyncio.get_running_loop().time() + options.how.timeout_s
@@ -193,7 +193,7 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
 
 
 async def addresses_of(host: str, port: int) -> Sequence[Address]:
-    """Return the addresses of a host, each once; raise `OSError` if it has none."""
+    """Return the distinct addresses of a host; raise `OSError` if it has none."""
     with contextlib.suppress(socket.gaierror):  # a name
         return _found(host, port, socket.AI_NUMERICHOST)
     answer: Future[Sequence[Address]] = Future()
@@ -205,7 +205,7 @@ async def addresses_of(host: str, port: int) -> Sequence[Address]:
         except Exception as error:  # noqa: BLE001  # raised in the caller
             answer.set_exception(error)
 
-    # The system call cannot be cancelled: silent name servers would occupy all of the event loop's own threads.
+    # The system call cannot be cancelled: silent name servers would occupy all of the event loop's threads.
     try:
         threading.Thread(target=look_up, name="kvabr-names", daemon=True).start()
     except RuntimeError as error:
@@ -219,11 +219,11 @@ def _found(host: str, port: int, flags: int = 0) -> Sequence[Address]:
 
 
 async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:
-    """Return the connection of the first successful attempt, one per candidate; close further ones.
+    """Return the connection of the first successful attempt; close later ones. There is one attempt per candidate.
 
-    Each attempt starts when the previous one has failed or has had its head start. Once all have started and one was
-    answered with an error, wait one more head start for the silent ones; then raise the error, or `NoAnswerError` if no
-    answer arrived. An `UnauthorizedError` is raised at once.
+    An attempt starts once the previous one has failed, or after ``head_start_s`` seconds. Once all have started and one
+    has received an error as its answer, wait ``head_start_s`` for the others. Then raise that error, or `NoAnswerError`
+    if there was no answer at all. An `UnauthorizedError` is raised at once.
     """
     tasks: list[asyncio.Task[C]] = []
     waiting = list(candidates)
@@ -241,7 +241,7 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
                 if (error := task.exception()) is None:
                     chosen = task.result()
                     return chosen
-                if isinstance(error, UnauthorizedError):  # the others would be refused as well
+                if isinstance(error, UnauthorizedError):  # the other addresses would refuse, too
                     raise error
             if not waiting and not done and not patient:
                 break
@@ -255,7 +255,7 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
 
 
 def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
-    """Return the error of an attempt with an answer; if all failed without one, the first error."""
+    """Return an error that is a peer's answer; if all attempts failed without an answer, the first error; else None."""
     errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
     answers = [error for error in errors if not isinstance(error, NoAnswerError)]
     return answers[0] if answers else errors[0] if len(errors) == len(tasks) else None

@@ -1,14 +1,14 @@
 """A MoQT `Connection` over QUIC or TCP, made by `kvabr.link.moqt.connect.dial`.
 
-Each transfer is a `MoqtRequest`: fetched, or if unpublished, received by a subscription. FETCHes beyond the limit wait
+Each transfer is a `MoqtRequest`: a FETCH, or a subscription if the group is unpublished. FETCHes beyond the limit wait
 in a `RequestQueue`.
 
-Payload is read directly into its group, the headers between objects elsewhere. Most objects of a group have the same
-size, so the next header is predictable, and one system call reads many objects without a copy. If a header differs,
-the pieces are joined and parsed.
+Payload is read directly into the buffer of its group, and the headers between objects into separate memory. Most
+objects of a group have the same size, so the next header can be predicted, and one system call reads many objects
+without a copy. If a header differs, the pieces are joined and parsed.
 
-Each track with wanted unpublished groups has a subscription, which ends with its last transfer. A group arrives on its
-own stream when published. Groups published before the subscription, or requested after their stream, are fetched.
+Each track with unpublished groups to receive has a subscription, which ends with its last transfer. A group arrives on
+its own stream when published. Groups published before the subscription, or requested after their stream, are fetched.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 
 
 MAX_IN_FLIGHT = 64
-"""Most FETCHes in flight; the others wait. Servers allow about 100 streams."""
+"""Maximum FETCHes in flight; others wait. Servers allow about 100 streams."""
 _MAX_BUFFERS = 64
-"""Buffers filled at a time; Linux allows 1,024."""
+"""Maximum number of buffers filled at a time; Linux allows 1,024."""
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
 
 
@@ -81,12 +81,12 @@ class MoqtRequest:
     def __init__(self, transfer: GroupTransfer, fields: tuple[bytes, ...]) -> None:
         self.transfer, self.request, self.fields = transfer, transfer.request, fields
         self.number: int | None = None
-        """ID of its FETCH; None before, and for a group of a subscription."""
+        """ID of its FETCH; None before it is sent, and for a group of a subscription."""
         self.rate = 0.0
-        """Rate announced in the answer, bytes per second; 0.0: none."""
+        """Rate announced with the answer, in bytes per second; 0.0: none."""
 
     def take(self, items: list[Item], limit: Limit) -> None:
-        """Handle received objects, and what limited them."""
+        """Handle received objects; ``limit`` names what limited their rate."""
         transfer, request = self.transfer, self.transfer.request
         for item in items:
             if isinstance(item, memoryview):
@@ -104,7 +104,7 @@ class MoqtRequest:
         transfer.progressed(limit)
 
     def finish(self, reset: int | None) -> None:
-        """End with the stream, or with its reset code."""
+        """Handle the end of the stream, or its ``reset`` code."""
         transfer = self.transfer
         if reset is not None:
             reason = name_of(reset, ResetCode)
@@ -119,7 +119,7 @@ class MoqtRequest:
             transfer.finish()
 
     def refuse(self, message: Refusal) -> None:
-        """Fail because of a refusal."""
+        """Fail with the error of a refusal."""
         code, request = message.code, self.request
         details = f": {message.reason}" if message.reason else ""
         if code in _NOT_THERE:
@@ -160,7 +160,7 @@ class RequestQueue:
         return len(self._places)
 
     def wait(self, request: MoqtRequest) -> None:
-        """Add a waiting request, or apply its new priority."""
+        """Add a waiting request, or apply the new priority of one."""
         self._entries += 1
         self._places[request] = self._entries
         heappush(self._heap, (request.transfer.priority, self._entries, request))
@@ -177,11 +177,11 @@ class RequestQueue:
         return waiting
 
     def may_send(self) -> bool:
-        """Return whether a request may be sent now."""
+        """Return True if a request may be sent now."""
         return len(self.in_flight) < MAX_IN_FLIGHT
 
     def next(self) -> MoqtRequest | None:
-        """Take the next request that may be sent, or None."""
+        """Remove and return the next request that may be sent, or None."""
         heap = self._heap
         while heap and self._places.get(heap[0][2]) != heap[0][1]:
             heappop(heap)
@@ -193,7 +193,7 @@ class RequestQueue:
 
 
 def place(payload: NextPayload, transfer: GroupTransfer, most: int) -> list[memoryview]:
-    """Return buffers for at most ``most`` bytes: payload, header, payload, and so on; empty if the group is full."""
+    """Return buffers for at most ``most`` bytes, by turns payload and header; empty if the group is complete."""
     allowed = min(most, transfer.request.limit - transfer.received)
     if allowed <= 0:
         return []
@@ -219,7 +219,7 @@ def filled(buffers: Sequence[memoryview], count: int) -> Iterator[memoryview]:
 
 
 _LATE_STREAMS_S = 1.0
-"""Seconds that streams may be late after the publisher's end."""
+"""Seconds to wait for missing streams after the publisher has ended a subscription."""
 _Track = tuple[tuple[bytes, ...], str]
 
 
@@ -227,14 +227,14 @@ class TrackSubscription:
     """One SUBSCRIBE and its transfers."""
 
     def __init__(self, track: _Track, number: int, priority: int) -> None:
-        """``number`` is the ID of the SUBSCRIBE, with this priority."""
+        """``number``: ID of the SUBSCRIBE, which was sent with ``priority``."""
         self.track, self.number, self.asked_priority = track, number, priority
         self.waiting: dict[int, MoqtRequest] = {}
-        """Transfers without data, by group."""
+        """Transfers that have received no data, by group."""
         self.receiving: dict[int, MoqtRequest] = {}
-        """The other transfers, by stream."""
+        """Transfers that have received data, by stream."""
         self.last: int | None = None
-        """Last published group, which cannot be waited for; None before the peer's answer."""
+        """Last published group; groups up to it must be fetched. None before the peer's answer."""
         self.done: PublishDone | None = None
         self.late: asyncio.TimerHandle | None = None
 
@@ -247,7 +247,7 @@ class TrackSubscription:
         return min((one.transfer.priority for one in self), default=255)
 
     def reach(self, group: int) -> None:
-        """Note that a group was published."""
+        """Record that a group was published."""
         self.last = group if self.last is None else max(self.last, group)
 
 
@@ -258,7 +258,7 @@ class Subscriber:
         self, session: Callable[[], MoqtSession], fetch: Callable[[MoqtRequest], None],
         over: Callable[[MoqtRequest], None], settle: Callable[[], None],
     ) -> None:  # fmt: skip
-        """``over`` is called with each finished transfer, ``fetch`` fetches other groups, ``settle`` sends output."""
+        """``over`` is called with each finished transfer, ``fetch`` to fetch a group, ``settle`` to send output."""
         self._session, self._fetch, self._over, self._settle = session, fetch, over, settle
         self._by_track: dict[_Track, TrackSubscription] = {}
         self._by_number: dict[int, TrackSubscription] = {}
@@ -273,7 +273,7 @@ class Subscriber:
         return sum(len(one.receiving) for one in self._by_number.values())
 
     def bring(self, request: MoqtRequest) -> None:
-        """Request a group by a subscription to its track, or by a FETCH if it was published."""
+        """Request a group by a subscription to its track, or by a FETCH if it is already published."""
         track, group = (request.fields, request.request.track), request.request.group
         subscription = self._by_track.get(track)
         if subscription is None:
@@ -292,7 +292,7 @@ class Subscriber:
         self._prioritise(self._of[request])
 
     def leave(self, request: MoqtRequest) -> None:
-        """Drop a transfer."""
+        """Remove a transfer, and stop its stream."""
         subscription = self._of.pop(request)
         requester = self._session().requester
         for stream in [stream for stream, one in subscription.receiving.items() if one is request]:
@@ -303,7 +303,7 @@ class Subscriber:
         self._end_unread(subscription)
 
     def clear(self) -> None:
-        """Forget all subscriptions at the end of the connection."""
+        """Remove all subscriptions, at the end of the connection."""
         for subscription in self._by_number.values():
             if subscription.late is not None:
                 subscription.late.cancel()
@@ -341,7 +341,7 @@ class Subscriber:
                 pass
 
     def take(self, event: Received, limit: Limit) -> None:
-        """Pass objects to their group's transfer; stop an unwanted stream."""
+        """Pass objects to their group's transfer; if it has none, stop the stream."""
         subscription, stream = self._by_number.get(event.request_id), event.stream
         if subscription is None or stream is None:
             return
@@ -381,7 +381,7 @@ class Subscriber:
             self._settle()
 
     def _end_late(self, subscription: TrackSubscription) -> None:
-        """End a subscription after a wrong stream count of the publisher."""
+        """End a subscription although streams are missing: the publisher announced a wrong number."""
         if subscription.number in self._by_number:
             self._session().requester.cancel(subscription.number)
             for stream in list(subscription.receiving):
@@ -426,7 +426,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.shaken = False
         self._received_any = asyncio.Event()
         self._announces = False
-        """The peer is kvabr's, so that a rate in its answers is its own, not passed on by a relay."""
+        """True if the peer is kvabr, so that a rate in its answers is for this path, not passed on by a relay."""
         self.watch = LimitWatch(self._probe, self.round_trip)
 
     # ------------------------------------------------------------------ Connection
@@ -450,7 +450,7 @@ class MoqtConnection(Endpoint, PeerConnection):
                 self.ended("closed by this side", 0)
                 self.shut(SessionCode.NO_ERROR, "")
                 if self.session is not None:
-                    with contextlib.suppress(TimeoutError):  # then the peer's idle timeout ends it
+                    with contextlib.suppress(TimeoutError):  # else the peer's idle timeout ends it
                         await asyncio.wait_for(self.transport.wait_closed(), _CLOSING_S)
         finally:  # also when cancelled
             self.transport.drop()
@@ -501,7 +501,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._next_soon()
 
     def round_trip(self) -> float | None:
-        """Return the smoothed round trip, seconds."""
+        """Return the smoothed round trip in seconds."""
         return self.transport.round_trip()
 
     # ------------------------------------------------------------------ Endpoint
@@ -560,8 +560,8 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._lost_kind = UnauthorizedError
         self._fail(reason)
 
-    def room(self, stream: int, most: int) -> list[memoryview]:
-        """Return the transfer's buffer, so that payload is read to its final place."""
+    def receive_buffers(self, stream: int, most: int) -> list[memoryview]:
+        """Return the transfer's buffer, so that payload is read directly into it."""
         payload = None if self.session is None else self.session.requester.expected(stream)
         request = None if payload is None else self._requests.in_flight.get(payload.request)
         if payload is None or request is None or request.transfer.over:
@@ -570,10 +570,10 @@ class MoqtConnection(Endpoint, PeerConnection):
 
     def took(self, stream: int, into: list[memoryview], count: int) -> None:
         session = self.session
-        assert session is not None  # noqa: S101  # there was room
+        assert session is not None  # noqa: S101  # receive_buffers has returned memory
         payload = session.requester.expected(stream)
         request = None if payload is None else self._requests.in_flight.get(payload.request)
-        if payload is None or request is None:  # cancelled while a thread read
+        if payload is None or request is None:  # cancelled while a thread was reading
             return
         placed, others = session.requester.took(stream, list(filled(into, count)))
         self._count(placed)
@@ -662,7 +662,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.watch.set_in_flight(len(self._requests.in_flight) + self._subscriber.receiving)
 
     def _answer(self, event: Requested) -> None:
-        """Accept a relay's namespace subscriptions and publications, without acting on them."""
+        """Accept a relay's namespace subscriptions and publications, but ignore them."""
         assert self.session is not None  # noqa: S101  # the event came from it
         responder = self.session.responder
         if isinstance(event.message, PublishNamespace | SubscribeNamespace):

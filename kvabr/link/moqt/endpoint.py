@@ -1,6 +1,6 @@
 """One end of a MoQT session on one connection: an `Endpoint` moves bytes between them, and passes events on.
 
-Connections have streams, as in QUIC and in QMux on TCP (`StreamTransport`).
+The connection has streams, as in QUIC or in QMux on TCP (`StreamTransport`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
 
 MIN_AHEAD_BYTES, MAX_AHEAD_BYTES = 16 << 10, 256 << 10
-"""Least and most unsent bytes of a transport. More would put less urgent data first on a slow link."""
+"""Minimum and maximum unsent bytes to give to a transport. With more, urgent data would wait for them on a slow
+link."""
 _MAX_HELD = 1024
-"""Most streams that wait for the peer's stream limit; a peer that causes more is hostile."""
+"""Maximum number of streams that wait for the peer's stream limit; a peer that causes more is hostile."""
 
 
 class StreamTransport(ABC):
-    """The streams of one connection. Events go to its `Endpoint`."""
+    """The streams of one connection. It reports events to its `Endpoint`."""
 
     broken: tuple[type[Exception], ...] = (ValueError,)
-    """Errors of the methods below on a stream that is over, which a peer can cause at any time."""
+    """Errors that methods raise for a stream that is over; a peer can cause them at any time."""
 
     @abstractmethod
     def write(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
-        """Send bytes on a stream, which its first bytes open. They must not change afterwards."""
+        """Send bytes on a stream; the first bytes open it. ``data`` must not change afterwards."""
 
     @abstractmethod
     def reset(self, stream: int, code: int) -> None:
@@ -53,7 +54,7 @@ class StreamTransport(ABC):
         """Send pending data now."""
 
     def flush_soon(self) -> None:
-        """Send pending data now or soon, whichever is cheaper."""
+        """Send pending data now or in the next iteration of the loop, whichever is cheaper."""
         self.flush()
 
     @abstractmethod
@@ -66,23 +67,23 @@ class StreamTransport(ABC):
 
     @abstractmethod
     def may_open(self, stream: int) -> bool:
-        """Return whether the peer's limit allows a stream of ours."""
+        """Return True if the peer's limit allows this stream of ours."""
 
     @abstractmethod
     def backlog(self, stream: int) -> int:
-        """Return the bytes of our stream that the peer may lack."""
+        """Return the bytes of our stream that are not known to be delivered."""
 
     @abstractmethod
     def unsent(self, streams: Iterable[int]) -> int:
-        """Return the unsent bytes of our streams; only ``streams`` may have some."""
+        """Return the unsent bytes of our streams. The caller lists in ``streams`` all that may have some."""
 
     @abstractmethod
     def ahead(self) -> int:
-        """Return how many unsent bytes the transport should have."""
+        """Return how many unsent bytes to give to the transport."""
 
     @property
     def piece(self) -> int:
-        """Most bytes to write at once."""
+        """Maximum bytes to write at once."""
         return 64 << 10
 
     @abstractmethod
@@ -91,43 +92,43 @@ class StreamTransport(ABC):
 
     @abstractmethod
     def delivered(self, stream: int) -> bool:
-        """Return whether our finished stream was sent completely, if known."""
+        """Return True if our finished stream was delivered completely, as far as known."""
 
     @abstractmethod
     def round_trip(self) -> float | None:
-        """Return the smoothed round trip, seconds."""
+        """Return the smoothed round trip in seconds."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """The peer's address, without port."""
+        """The peer's address without port."""
 
     @abstractmethod
     def peer_certificate(self) -> bytes | None:
-        """Return the peer's certificate, DER."""
+        """Return the peer's certificate in DER."""
 
 
 class Endpoint(ABC):
-    """The owner of one connection and one session."""
+    """Base class of the owner of one connection and its session."""
 
     transport: StreamTransport
     """Set before its first event."""
 
     most_unread = 1 << 20
-    """Most bytes of answers on one stream that a peer may leave unread."""
+    """Maximum bytes of answers on one stream that a peer may leave unread."""
     starts_at_once = True
-    """Whether SETUP is sent after the handshake; otherwise the subclass starts the session."""
+    """True: SETUP is sent after the handshake. False: the subclass starts the session."""
 
     def __init__(self) -> None:
         self.session: MoqtSession | None = None
         self._held: dict[int, list[Write | Reset | Stop]] = {}
-        """Commands for streams beyond the peer's limit, in stream order."""
+        """Commands for streams beyond the peer's limit, by stream number."""
 
     # ------------------------------------------------------------------ for subclasses
 
     @abstractmethod
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        """Return an unstarted session after the handshake; None if the connection was closed."""
+        """Return a session, not started, after the handshake; None if the connection was closed."""
 
     @abstractmethod
     def happened(self, event: Event) -> None:
@@ -135,13 +136,13 @@ class Endpoint(ABC):
 
     @abstractmethod
     def ended(self, reason: str, code: int) -> None:
-        """Handle the end of the connection; further calls have no effect."""
+        """Handle the end of the connection. Idempotent."""
 
     def alive(self) -> None:  # noqa: B027  # optional
         """Handle the acknowledgement of a PING."""
 
     def feed(self) -> None:  # noqa: B027  # a client has no output of its own
-        """Give the transport more data; called before it sends."""
+        """Give the transport more data; called before the transport sends."""
 
     # ------------------------------------------------------------------ from the transport
 
@@ -150,16 +151,16 @@ class Endpoint(ABC):
         if self.session is not None:
             self.session.receive(stream, data, fin=fin)
 
-    def room(self, stream: int, most: int) -> list[memoryview]:
-        """Return memory for at most ``most`` next bytes of a stream; empty: pass them to `received`."""
+    def receive_buffers(self, stream: int, most: int) -> list[memoryview]:
+        """Return memory for the next bytes of a stream, at most ``most``; empty: they are passed to `received`."""
         del stream, most
         return []
 
     def took(self, stream: int, into: list[memoryview], count: int) -> None:  # noqa: B027  # optional
-        """Note that ``count`` bytes were written to the memory of `room`."""
+        """Handle ``count`` bytes that were written to the memory of `receive_buffers`."""
 
     def worked(self, cpu_s: float) -> None:  # noqa: B027  # optional
-        """Note processor time of the transport's threads, seconds."""
+        """Add processor time of the transport's threads, in seconds."""
 
     def was_reset(self, stream: int, code: int) -> None:
         """Handle the reset of a stream by the peer."""
@@ -172,7 +173,7 @@ class Endpoint(ABC):
             self.session.receive_stop(stream, code)
 
     def handshake_done(self, alpn: str | None) -> None:
-        """Begin the session with the negotiated protocol."""
+        """Start the session with the negotiated protocol."""
         draft = by_alpn(alpn or "")
         if draft is None:
             self.shut(SessionCode.VERSION_NEGOTIATION_FAILED, f"no common protocol, the peer chose {alpn!r}")
@@ -184,7 +185,7 @@ class Endpoint(ABC):
     # ------------------------------------------------------------------ to the transport
 
     def settle(self) -> None:
-        """Deliver the session's events and carry out its commands."""
+        """Handle the session's events, and carry out its commands."""
         session = self.session
         if session is None:
             return
@@ -203,12 +204,12 @@ class Endpoint(ABC):
                 self._carry_out(command)
 
     def settle_and_send(self) -> None:
-        """Call `settle` outside of the transport's callbacks, and send."""
+        """Call `settle`, and send; for use outside of the transport's callbacks."""
         self.settle()
         self.transport.flush_soon()
 
     def may_send(self, stream: int) -> bool:
-        """Return whether the peer's limit allows a stream."""
+        """Return True if the peer's limit allows the stream."""
         return stream not in self._held
 
     def _carry_out(self, command: Write | Reset | Stop | Close) -> None:
@@ -232,18 +233,18 @@ class Endpoint(ABC):
                 transport.close(command.code, command.reason)
 
     def _hold(self, command: Write | Reset | Stop, session: MoqtSession) -> None:
-        """Hold a command back until the peer's limit allows its stream."""
+        """Hold a command until the peer's limit allows its stream."""
         stream = command.stream
         waiting = self._held.setdefault(stream, [])
         if not isinstance(command, Write):
-            # The data is obsolete, but the stream must be opened: stream numbers have no gaps.
+            # The data is obsolete, but the stream must be opened, since stream numbers have no gaps.
             waiting[:] = [Write(stream, b""), *(one for one in waiting if not isinstance(one, Write))]
         waiting.append(command)
         if len(self._held) > _MAX_HELD:
             session.close(SessionCode.INTERNAL_ERROR, f"more than {_MAX_HELD} streams wait for the stream limit")
 
     def safely(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Run ``work``; log an unexpected error and end the connection, so that it is never left half alive."""
+        """Run ``work``; on an unexpected error, log it and end the connection, whose state may be inconsistent."""
         try:
             work(*arguments)
         except Exception as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 Names = Literal["draft", "split"]
-"""Notation of namespaces: as in the draft, or split at slashes for peers that cannot carry one in a field."""
+"""Notation of namespaces: as in the draft, or split at slashes for peers that do not allow slashes in a field."""
 
 _TRUST_HINT = "trust its authority with ca= (--ca FILE), or this one certificate with fingerprint= (--fingerprint HEX)"
 
@@ -29,25 +29,25 @@ DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
 
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer and how to connect to it."""
+    """One peer, and how to connect to it."""
 
     host: str
     port: int
     path: str = "/"
-    """Path and query of the URL."""
+    """Path and query of the peer's URL."""
     token: str | None = field(default=None, repr=False)
-    """Sent only over an encrypted connection, never logged."""
+    """Token, sent only over an encrypted connection and never logged."""
     how: PeerOptions = field(default_factory=PeerOptions)
-    """For a certificate with a given fingerprint, only its dates are checked."""
+    """Other options. With a certificate fingerprint, only the certificate's dates are checked otherwise."""
     drafts: tuple[str, ...] = DRAFTS
     names: Names = "draft"
 
 
 def trust(configuration: Any, options: DialOptions) -> None:
-    """Configure the trusted certificates of a QUIC library or a TLS context; raise TransportError."""
+    """Set the trusted certificates of a QUIC library's configuration or a TLS context; raise `TransportError`."""
     if options.how.insecure or options.how.fingerprint is not None:
         # `check_pinned` checks a pinned certificate before any data is sent.
-        for checks in ("check_hostname", "verify_hostname"):  # of Python, of qh3
+        for checks in ("check_hostname", "verify_hostname"):  # names in Python and in qh3
             if hasattr(configuration, checks):
                 setattr(configuration, checks, False)
         configuration.verify_mode = ssl.CERT_NONE
@@ -68,7 +68,7 @@ def _check_ca(path: Path) -> None:
 
 
 def check_pinned(der: bytes | None, fingerprint: str) -> None:
-    """Raise TransportError unless the peer's certificate, DER, has this SHA-256 fingerprint and is valid today."""
+    """Raise `TransportError` unless a certificate in DER has this SHA-256 fingerprint and is valid today."""
     if der is None:
         raise TransportError("the peer has no certificate")
     found = hashlib.sha256(der).hexdigest()
@@ -82,7 +82,7 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
 
 
 def untrusted(why: str, der: bytes | None = None) -> str:
-    """Return the message for a certificate that TLS refused, with its names and dates: qh3 does not give a reason."""
+    """Return the message for a certificate that TLS refused, with its names and dates, since qh3 gives no reason."""
     with contextlib.suppress(TransportError):
         found = _parsed(der or b"")
         names, dates = ", ".join(names_of(found)[:4]), (found.not_valid_before_utc, found.not_valid_after_utc)

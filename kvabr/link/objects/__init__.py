@@ -1,1 +1,1 @@
-"""Plays out of object stores and plain HTTP servers: places, and the schedule of ranges."""
+"""Plays from object stores and plain HTTP servers: locations of groups, and the schedule of GETs."""

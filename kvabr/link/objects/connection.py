@@ -1,8 +1,8 @@
 """A connection to a store, or to an HTTP cache in front of one: requests for groups become ranges of objects.
 
-It schedules ranges (`kvabr.link.objects.lanes`), answers lookups (`kvabr.link.objects.index`), times out silent
-requests, and finds the limit of a transfer. A failed request needs no redial: the next one uses or opens another
-connection of the pool.
+It schedules ranges (`kvabr.link.objects.range_scheduler`), answers lookups (`kvabr.link.objects.index`), times out
+silent requests, and finds the limit of a transfer. A failed request needs no redial: the next one uses another
+connection of the pool, or opens one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from kvabr.link.objects.index import StoreIndex
-from kvabr.link.objects.lanes import Lanes, Piece, RangeTransfer
+from kvabr.link.objects.range_scheduler import Piece, RangeScheduler, RangeTransfer
 from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
 from kvabr.transfer.interface import CLOSED, ConnectionStats, GroupTransfer, LimitWatch, PeerConnection, cancel_all
@@ -25,31 +25,31 @@ from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_li
 
 PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
-"""Seconds of a GET to its first byte, and between bytes. Players repeat stalled requests much sooner."""
+"""Maximum seconds of a GET to its first byte, and between bytes. Players repeat stalled requests much sooner."""
 _PART_S, _MAX_PART_BYTES = 0.005, 1 << 20
-"""Progress is reported at most every this many seconds or bytes: reports take processor time, but estimators need the
-times of bytes."""
+"""Maximum seconds or bytes between reports of progress: reports take processor time, but estimators need the times of
+bytes."""
 _LATE_S, _LATE_SHARE = 0.05, 2.0
-"""A first byte is late if it takes this many seconds and this factor longer than the fastest ones, while no other byte
-arrived: then the store was slow, not the link."""
+"""A first byte is late if it takes this many seconds longer than the fastest ones, and this many times as long, while
+no other byte arrived: then the store was slow, not the link."""
 _FORGET_S = 30.0
-"""Seconds until the fastest first byte is forgotten: the path may have changed."""
+"""Seconds after which the fastest first byte is measured anew, since the path may have changed."""
 
 
 class StoreConnection(PeerConnection):
-    """Plays from one store, in one event loop."""
+    """Fetches from one store. Not thread-safe."""
 
     protocol = PROTOCOL
     heals = True
 
     def __init__(self, store: Store) -> None:
-        """Take a store, without any request; an event loop must be running."""
+        """Use a store, without any request yet; an event loop must be running."""
         self.backend, self.peer = store.url.partition("://")[0] if "://" in store.url else "folder", store.url
         self.closed = False
         self.trouble: str | None = None
         self.index = self.finder = StoreIndex(store, self._answered)
         self._store = store
-        self._lanes = Lanes()
+        self._scheduler = RangeScheduler()
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
         self._pieces: dict[GroupTransfer, Piece] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -58,8 +58,8 @@ class StoreConnection(PeerConnection):
         self._bytes, self._received_s = 0, -math.inf
         self._rate = 0.0
         self._soonest = (math.inf, -math.inf)
-        """Fastest recent time to first byte, seconds, and when it was measured."""
-        # Only for data about this processor: HTTP has no PING.
+        """Fastest recent time to first byte in seconds, and when it was measured."""
+        # Only detects a busy CPU: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
 
     def carry(self, transfer: GroupTransfer) -> None:
@@ -92,11 +92,11 @@ class StoreConnection(PeerConnection):
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
         piece = self._pieces.pop(transfer, None)
-        if piece is not None and (carrying := self._lanes.cancel(piece)) is not None:
+        if piece is not None and (carrying := self._scheduler.cancel(piece)) is not None:
             self._end(carrying)
 
     def stats(self) -> ConnectionStats:
-        """The round trip is the fastest recent time to first byte; see `Connection.stats`."""
+        """See `Connection.stats`; the round trip is the fastest recent time to first byte."""
         seconds = self._soonest[0]
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
 
@@ -123,7 +123,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- places of groups
 
     def _find(self, transfer: GroupTransfer, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Do the work before, or instead of, a transfer's range."""
+        """Run ``work`` before, or instead of, requesting a range for a transfer."""
 
         async def run() -> None:
             try:
@@ -142,7 +142,7 @@ class StoreConnection(PeerConnection):
         transfer.finish()
 
     async def _locate(self, transfer: GroupTransfer) -> None:
-        """Locate and request a group that no lookup found."""
+        """Find the location of a group that no lookup has found, and request it."""
         request, namespace = transfer.request, transfer.request.namespace
         if not self.index.has(namespace):
             await self.index.catalog(namespace)
@@ -155,20 +155,20 @@ class StoreConnection(PeerConnection):
         if end - begin > transfer.request.limit:
             transfer.too_long()
             return
-        self._pieces[transfer] = self._lanes.want(key, begin, end, transfer.priority, transfer)
+        self._pieces[transfer] = self._scheduler.want(key, begin, end, transfer.priority, transfer)
         self._start_soon()
 
     # ---------------------------------------------------------- transfers
 
     def _start_soon(self) -> None:
-        """Begin due GETs after this turn of the loop: its requests may share a GET."""
+        """Start due GETs in the next iteration of the loop: requests until then may share a GET."""
         if self._starting is None and not self.closed:
             self._starting = asyncio.get_running_loop().call_soon(self._start)
 
     def _start(self) -> None:
         self._starting = None
         loop = asyncio.get_running_loop()
-        for transfer in self._lanes.due():
+        for transfer in self._scheduler.due():
             self._transfers[transfer] = loop.create_task(self._carry(transfer))
 
     async def _carry(self, transfer: RangeTransfer) -> None:
@@ -204,7 +204,7 @@ class StoreConnection(PeerConnection):
                     group.finish()
 
     def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
-        left = self._lanes.ended(transfer)
+        left = self._scheduler.ended(transfer)
         if error is None and left:
             error = RequestError(f"{transfer.key}: the store sent fewer bytes than requested")
         if error is not None:
@@ -217,9 +217,9 @@ class StoreConnection(PeerConnection):
         self._start_soon()
 
     def _end(self, transfer: RangeTransfer) -> None:
-        """End an unwanted transfer; its other pieces wait again."""
-        for piece in self._lanes.ended(transfer):
-            self._lanes.again(piece)
+        """Cancel a GET; its other pieces wait again."""
+        for piece in self._scheduler.ended(transfer):
+            self._scheduler.again(piece)
         task = self._transfers.pop(transfer, None)
         if task is not None:
             task.cancel()
@@ -228,7 +228,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- measurements of the path
 
     def received(self, count: int, *, late: bool = False) -> Limit:
-        """Count received bytes, ``late`` if the store delayed them; return their limit."""
+        """Count received bytes, and return what limited them; ``late``: the store delayed them."""
         self._bytes += count
         self._received_s = time.monotonic()
         self.trouble = None
@@ -240,7 +240,7 @@ class StoreConnection(PeerConnection):
         self._sooner(seconds)
 
     def _first_byte(self, begun_s: float, now: float) -> float:
-        """Note a transfer's first byte; return the time until which the store is the limit."""
+        """Record a GET's first byte; return the time until which the store counts as the limit."""
         usual = self._soonest[0]
         quiet = now - max(begun_s, self._received_s)
         self._sooner(now - begun_s)
@@ -254,6 +254,6 @@ class StoreConnection(PeerConnection):
             self._soonest = seconds, now
 
     def _note(self, error: Exception) -> None:
-        """Remember why the store is unreachable; a refused request does not count."""
+        """Record why the store is unreachable; a refused request does not count."""
         if isinstance(error, TransportError) and not isinstance(error, RequestError):
             self.trouble = str(error)

@@ -1,6 +1,6 @@
-"""Models, pages, and places of groups in a store.
+"""Models, pages, and locations of groups in a store.
 
-Small objects are read here, and parsed in a thread.
+Reads the small objects, and parses them in a thread.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ from kvabr.types.naming import TrackNamespace
 LOG = logging.getLogger("kvabr.store")
 
 _WAIT_S = 2.0
-"""Seconds without data until a request is repeated."""
+"""Seconds without data after which a request is repeated."""
 _WARN_S = 60.0
 _WARN_AT_S: dict[str, float] = {}
 _PAGES, _PAGES_S = 1024, 60.0
-"""Most remembered pages, and their seconds: a lifecycle rule may remove a page."""
+"""Maximum number of cached pages, and their seconds: a lifecycle rule may remove a page."""
 _MAX_MISSING = 4096
-"""Most objects remembered as missing, for as long."""
+"""Maximum number of objects remembered as missing, for `_PAGES_S` seconds."""
 _MAX_PLACES = 4096
 _AT_ONCE = 64
 
 
 class StoreIndex:
-    """The small objects of one store, for one event loop."""
+    """The small objects of one store. Not thread-safe."""
 
     def __init__(
         self,
         store: Store,
         on_object: Callable[[int, float], None] = lambda _size, _seconds: None,
     ) -> None:
-        """``on_object`` receives each small object's bytes and seconds."""
+        """``on_object`` receives the size in bytes and the seconds of each small object read."""
         self._store, self._on_object = store, on_object
         self._opened = False
         self._pages: TTLCache[str, Page] = TTLCache(_PAGES, _PAGES_S, time.monotonic)
         self._gone: TTLCache[str, bool] = TTLCache(_MAX_MISSING, _PAGES_S, time.monotonic)
-        """Missing objects with frames that a page names."""
+        """Missing objects that a page refers to."""
         self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_MAX_PLACES)
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_AT_ONCE)
         self._admitted = False
-        """An object could be read: then a refusal means that there is none, since S3 hides missing objects from users
-        who may not list."""
+        """True once an object could be read. Then a refusal means a missing object, since S3 hides missing objects from
+        users who may not list."""
 
     # ------------------------------------------------------------- models
 
     async def open(self) -> None:
-        """Check once that this is a readable store; raise `TransportError`."""
+        """Check that this is a readable store, unless known; raise `TransportError`."""
         if not self._opened:
             await self._model(0)
             self._opened = True
 
     async def models(self) -> bytes:
-        """Return the list of models in an origin's format."""
+        """Return the list of models in the format of an origin."""
         specs: dict[bytes, KVSpec] = {}
         for number in range(MAX_MODELS):
             spec = await self._model(number)
@@ -80,7 +80,7 @@ class StoreIndex:
         return json.dumps({"models": [spec.to_json() for spec in specs.values()]}).encode()
 
     async def _model(self, number: int) -> KVSpec | None:
-        """Return a spec by its number, None after the last; raise `RequestError` if it is unreadable."""
+        """Return the spec with a number, None after the last; raise `RequestError` if it is unreadable."""
         name = model_name(number)
         data = await self._get(name, MAX_MODELS_BYTES)
         if data is None:
@@ -164,12 +164,12 @@ class StoreIndex:
         return text
 
     def place(self, namespace: TrackNamespace, track: str, group: int) -> FramePlace | None:
-        """Return the place of a group of a found asset, or None."""
+        """Return the location of a group of an asset that was found, or None."""
         place = self._placed.get(namespace)
         return None if place is None else place(track, group)
 
     def has(self, namespace: TrackNamespace) -> bool:
-        """Return whether `place` has an asset."""
+        """Return True if `place` knows the asset."""
         return namespace in self._placed
 
     async def whole(self, name: str, limit: int) -> memoryview:
@@ -180,13 +180,13 @@ class StoreIndex:
         return data
 
     def lost(self, name: str) -> None:
-        """Note a missing object with frames: pages with it on their base level are unused for a minute."""
+        """Record a missing object: for a minute, pages whose base level refers to it are not used."""
         self._gone[name] = True
 
     # -------------------------------------------------------------- internals
 
     async def _get(self, name: str, limit: int) -> memoryview | None:
-        async with self._turns:
+        async with self._slots:
             begun_s = time.monotonic()
             try:
                 data = await self._store.get(name, limit=limit, wait_s=_WAIT_S)
@@ -214,5 +214,5 @@ def _parsed(data: memoryview | None) -> Page | FormatError | None:
 
 def _place_in(pages: Sequence[Page], track: str, group: int) -> FramePlace | None:
     likely = pages[min(group // PAGE_GROUPS, len(pages) - 1)]
-    # A state's snapshots are numbered differently from groups of tokens.
+    # Snapshots of a state are numbered differently from groups of tokens.
     return next((found for page in (likely, *pages) if (found := page.place(track, group)) is not None), None)

@@ -1,9 +1,10 @@
 """Finds the longest prefix of a prompt among the pages of a store, in few rounds of requests. No I/O.
 
-A page is named by the chained digest of any of its groups, and counts up to the last digest that it shares with the
-prompt. The first round requests the pages of every 16th group, which should be full, and of the last group; the final
-round those inside the first missing one. Of more than `_AT_ONCE` pages, the first are requested, and four times as many
-in each further round, so that a long prompt with a short cached prefix needs few requests.
+A page describes up to `PAGE_GROUPS` (16) groups. It is named by the chained digest of any of its groups, and is usable
+up to the last digest that it shares with the prompt. The first round requests the page of every 16th group, each full,
+and of the last group. The final round requests pages that end inside the first missing one. If there are more than
+`_AT_ONCE` full pages, the first round requests only that many, and further rounds extend the search by the factor
+`_GROWS`, so that a long prompt with a short cached prefix needs few requests.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ from kvabr.types.records import fields_of
 from kvabr.types.units import hit, units_of
 
 _AT_ONCE, _GROWS = 31, 5
-"""Full pages requested in the first round, enough for 511 groups; and the factor by which they grow per round."""
+"""Full pages requested in the first round, enough for 511 groups; and the factor by which the searched pages grow per
+round."""
 
 
 class PageRequest(NamedTuple):
-    """Request for an object that may exist."""
+    """A request for a page that may exist."""
 
     kind: Literal["page", "end"]
-    """A page, or the last page of an asset with recurrent states."""
+    """``page``: a page; ``end``: the last page of an asset with recurrent states."""
     group: int
-    """The group with the digest that names the page."""
+    """Group whose digest names the page."""
 
 
 class PageSearch:
-    """The search for one prompt: request the pages of `wanted` until there are none, then read `found`."""
+    """The search for one prompt: request the pages of `wanted` until it returns none, then read `found`."""
 
     def __init__(self, digests: Sequence[str], *, states: bool = False) -> None:
-        """Take the chained digests of the prompt, or prefixes of them; ``states``: the spec has a recurrent state."""
+        """``digests``: the prompt's chained digests, or prefixes of them; ``states``: the spec has recurrent states."""
         self._digests, self._states = digests, states
         self._full = len(digests) // PAGE_GROUPS
         self._pages: dict[int, Page] = {}
         self._reach = 0
         self._tails: list[Page] = []
-        """Pages that the prompt shares in part, or that end their asset."""
+        """Pages shared only in part, and last pages of assets."""
         self._requested: set[PageRequest] = set()
         self._round: list[PageRequest] = []
 
     def wanted(self) -> list[PageRequest]:
-        """Return the next round's requests; empty at the end."""
+        """Return the requests of the next round; empty at the end."""
         self._round = [request for request in self._next() if request not in self._requested]
         self._requested.update(self._round)
         return list(self._round)
 
     def take(self, answers: Mapping[PageRequest, Page | None]) -> None:
-        """Take the answers to `wanted`; missing pages are None or absent."""
+        """Process the answers to `wanted`; missing pages are None or absent."""
         for request in self._round:
             page = answers.get(request)
             number = request.group // PAGE_GROUPS
@@ -69,12 +71,12 @@ class PageSearch:
 
     @property
     def found(self) -> list[Page]:
-        """The pages of the longest prefix, in order, all of one kind; the last may be shared in part."""
+        """The pages of the longest prefix, in order, all of one kind; the last may be shared only in part."""
         run = self._run()
         tails = [page for page in self._tails if page.first <= run * PAGE_GROUPS]
         best = max(tails, key=lambda page: page.first + page.shared(self._digests), default=None)
         whole = [self._pages[number] for number in range(run)]
-        # The page that ends an asset has a snapshot that an inner page lacks.
+        # The last page of an asset has a snapshot that inner pages lack.
         if best is not None and best.first + best.shared(self._digests) >= run * PAGE_GROUPS:
             whole = [*whole[: best.first // PAGE_GROUPS], best]
         return list(takewhile(lambda page: page.kind == whole[0].kind, whole))
@@ -102,7 +104,7 @@ class PageSearch:
         return [*requests, PageRequest("end", last)] if self._states else requests
 
     def _inside(self, run: int) -> list[PageRequest]:
-        """Return the requests for parts of a page that does not exist in full."""
+        """Return the requests for pages that cover only the beginning of a missing page."""
         first, groups = run * PAGE_GROUPS, len(self._digests)
         if any(page.first <= first and page.shared(self._digests) + page.first == groups for page in self._tails):
             return []
@@ -114,7 +116,7 @@ class PageSearch:
 def prefix_of(pages: Sequence[Page]) -> FoundPrefix:
     """Return the catalog of consecutive pages from the first group on, cut to the groups with snapshots.
 
-    Raises `FormatError` if they do not fit together.
+    Raises `FormatError` if the pages are inconsistent.
     """
     facts, spec = pages[0], pages[0].spec
     chunks, size = tuple(digest for page in pages for digest in page.chunks), pages[0].spec.group_tokens
@@ -125,13 +127,13 @@ def prefix_of(pages: Sequence[Page]) -> FoundPrefix:
     units = units_of(spec, tokens)
     names = [part.track_name(facts.levels[0].name) for part in spec.parts]
     if any((names[unit.part], unit.group) not in entries for unit in units):
-        # The last page is not its asset's last: no snapshot of a state at its end.
+        # The last page does not end its asset, so it has no snapshot of a state at its end.
         groups, limited_by = hit(spec, len(chunks), tokens + 1)
         if not groups:
             return FoundPrefix(None, limited_by)
         chunks, tokens = chunks[:groups], groups * size
         units = units_of(spec, tokens)
-    # Tails are shares of a whole asset's loss; the last page of an asset is rarely full.
+    # Tails are fractions of a whole asset's loss; only the last page of an asset may be partial.
     rest: dict[str, Any] = {} if not pages[-1].whole else {"tails": ()}
     tracks = [Track(**fields_of(level, Level) | rest, **entries.listing(spec, level, units)) for level in facts.levels]
     catalog = Catalog(

@@ -1,1 +1,1 @@
-"""QUIC's streams, by qh3 or aioquic."""
+"""QUIC streams, with qh3 or aioquic."""

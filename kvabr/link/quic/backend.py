@@ -1,6 +1,6 @@
 """One interface for two QUIC libraries: aioquic, and qh3, which has the same API and handles packets in Rust.
 
-Only this file and `kvabr.link.quic.transport` know their differences.
+Only this file and `kvabr.link.quic.transport` depend on their differences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvabr.types.installing import WHERE, extra
 from kvabr.types.peer import Quic
 
 _MAX_GAPS = 1024
-"""Most gaps in a stream's received data, with aioquic, which scans all of them for each frame. Only a window with
+"""Maximum gaps in a stream's received data with aioquic, which scans all of them for each frame. Only a window with
 losses above 14 % has more."""
 
 LibraryName = Literal["aioquic", "qh3"]
@@ -31,22 +31,23 @@ LIBRARIES: tuple[LibraryName, ...] = ("qh3", "aioquic")
 STREAM_WINDOW = 8 << 20
 """Flow control window of a stream, bytes."""
 CONNECTION_WINDOW = 32 << 20
-"""Flow control window of a connection, bytes. Larger ones make neither library faster."""
+"""Flow control window of a connection, bytes. Larger windows make neither library faster."""
 REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
-"""Windows of a server, which receives only requests; a client can make it buffer as much by leaving gaps."""
+"""Windows of a server, which receives only requests, in bytes. A client that leaves gaps can make it buffer that
+much."""
 SOCKET_BUFFER = 4 << 20
 """Requested socket buffer per direction, bytes; the kernel may grant less."""
 IDLE_S = 30.0
 RETRY_LIFETIME_S = 30
-"""Clients return a Retry token at once."""
+"""Seconds for which a Retry token is valid; clients return it at once."""
 _INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
 _INTERNAL_ERROR = 0x1
-"""QUIC error code (RFC 9000, section 20.1)."""
+"""QUIC error code INTERNAL_ERROR (RFC 9000, section 20.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuicLibrary:
-    """One library: its module of events, and its classes."""
+    """One QUIC library: its events module and its classes."""
 
     name: LibraryName
     events: Any
@@ -68,7 +69,7 @@ class QuicLibrary:
         )
 
     def demand_proof(self, server: Any, tokens: RetryTokens | None) -> None:
-        """Require new clients to prove their address by a Retry, one more round trip; None: no longer."""
+        """Require new clients to validate their address by a Retry, another round trip; None: no longer."""
         server._retry = tokens  # noqa: SLF001  # both libraries only accept it in the constructor
 
     def replace_configuration(self, server: Any, configuration: Any) -> None:
@@ -84,7 +85,7 @@ class QuicLibrary:
                 sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
         loop = asyncio.get_running_loop()
         if self.name == "qh3":
-            # Reads many packets per system call; qh3 itself uses it only for clients.
+            # reads many packets per system call; qh3 uses it only for clients
             fast = import_module("qh3.asyncio._transport").create_optimized_datagram_transport
             return await fast(loop, protocol, sock=sock)  # type: ignore[no-any-return]
         return await loop.create_datagram_endpoint(protocol, sock=sock)
@@ -92,7 +93,7 @@ class QuicLibrary:
 
 @cache
 def _limit_gaps() -> None:
-    """Let aioquic end connections with more than `_MAX_GAPS` gaps in a stream."""
+    """Make aioquic end connections with more than `_MAX_GAPS` gaps in a stream."""
     receiver: Any = import_module("aioquic.quic.stream").QuicStreamReceiver
     failed: Any = import_module("aioquic.quic.connection").QuicConnectionError
     handle = receiver.handle_frame
@@ -106,12 +107,12 @@ def _limit_gaps() -> None:
 
 
 def library(name: LibraryName) -> QuicLibrary:
-    """Import a library; raise TransportError if that fails."""
+    """Import a library; raise `TransportError` if that fails."""
     try:
         import_module(name)
         asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
         if name == "qh3":
-            logging.getLogger("quic").setLevel(logging.CRITICAL)  # it reports every end of a connection as an error
+            logging.getLogger("quic").setLevel(logging.CRITICAL)  # it logs every end of a connection as an error
         else:
             _limit_gaps()
         return QuicLibrary(
@@ -128,7 +129,7 @@ def library(name: LibraryName) -> QuicLibrary:
 
 
 def installed_libraries(quic: Quic) -> tuple[LibraryName, ...]:
-    """Return the usable libraries, fastest first: all installed ones for ``auto``, else the named one."""
+    """Return the usable libraries, fastest first: with ``auto`` all installed ones, else only the named one."""
     if quic != "auto":
         return (quic,)
     if not (found := tuple(filter(_is_installed, LIBRARIES))):
@@ -144,7 +145,7 @@ def _is_installed(name: LibraryName) -> bool:
 
 
 def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None:
-    """Load a server's certificate; raise TransportError if that fails."""
+    """Load a server's certificate; raise `TransportError` if that fails."""
     try:
         configuration.load_cert_chain(certfile, keyfile)
     except BaseException as error:  # the library's TLS raises anything; qh3 panics, which is no `Exception`
@@ -154,7 +155,7 @@ def load_certificates(configuration: Any, certfile: Path, keyfile: Path) -> None
 
 
 class RetryTokens:
-    """Tokens of QUIC's Retry, which prove that a client receives at its address (RFC 9000, section 8.1.2).
+    """Tokens for QUIC's Retry, which prove that a client receives at its address (RFC 9000, section 8.1.2).
 
     qh3's own tokens decrypt RSA for every packet that claims to have one, and raise unhandled errors. These are bound
     to address and time. Methods accept the arguments of qh3 and of all versions of aioquic.
@@ -187,7 +188,7 @@ class RetryTokens:
         destination_cid: bytes | None = None,
         **_: Any,
     ) -> bytes | tuple[bytes, bytes]:
-        """Return both connection IDs of a token, or only the client's if the Retry's is given.
+        """Return both connection IDs of a token, or only the client's if the Retry's is given as ``destination_cid``.
 
         Raises ValueError if the token is not ours, has expired, or is for another address or connection.
         """
@@ -211,5 +212,5 @@ class NoTokens(RetryTokens):
     """Accepts no token, so that new connections are refused before they take memory."""
 
     def validate_token(self, *_: Any, **__: Any) -> bytes | tuple[bytes, bytes]:
-        """Raise ValueError."""
+        """Raise `ValueError`."""
         raise ValueError("no more connections")

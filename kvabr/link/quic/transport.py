@@ -17,21 +17,22 @@ from kvabr.moqt.codes import SessionCode, name_of
 _CRYPTO_ERROR = 0x100
 """First QUIC error code of TLS alerts (RFC 9001, section 4.8)."""
 _INVALID_TOKEN = 0xB
-"""QUIC error code (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server is full."""
+"""QUIC error code INVALID_TOKEN (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server is
+full."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
 _CANNOT_SEND = "the QUIC library can no longer send on this connection"
 _TOO_LONG = "capacity exhausted"
 """Part of qh3's message when a packet does not fit."""
 _NO_STREAM = "reserved stream is missing"
-"""Part of qh3's message when data to send again is of a stream that was acknowledged meanwhile. qh3 2.1 then drops the
-packet, and silently never sends other streams' data that was set aside: a client whose requests get no answer dials
-again (`kvabr.transfer.peer`)."""
+"""Part of qh3's message when it retransmits data of a stream that was acknowledged meanwhile. qh3 2.1 then drops the
+packet, and never sends the data of other streams in it. A client whose requests get no answer dials again
+(`kvabr.transfer.peer`)."""
 _LOST_PACKETS = 64
-"""Most packets in a row that may be lost in this way."""
+"""Maximum number of consecutive packets that may be lost in this way."""
 _LOST_TRACK_MESSAGE = "stream reservation is already active"
-"""Part of qh3's message after it has lost track of a packet: the connection is useless."""
+"""Part of qh3's message after it has lost track of a packet: the connection is unusable."""
 _STREAM_OVER_ERRORS = (ValueError, AssertionError, RuntimeError, KeyError)
-"""Errors of the libraries on a stream that is over, which a peer can cause at any time."""
+"""Errors that the libraries raise for a stream that is over; a peer can cause them at any time."""
 
 
 class QuicTransport(StreamTransport):
@@ -72,10 +73,10 @@ class QuicTransport(StreamTransport):
     @property
     @abstractmethod
     def _path(self) -> Any:
-        """The object that counts bytes in flight, or None."""
+        """The library's object that counts bytes in flight, or None."""
 
     def ahead(self) -> int:
-        """Return one congestion window, within bounds."""
+        """Return the size of a congestion window, within bounds."""
         return min(MAX_AHEAD_BYTES, max(MIN_AHEAD_BYTES, int(self._path.congestion_window)))
 
     def in_flight(self) -> int:
@@ -92,7 +93,7 @@ class QuicTransport(StreamTransport):
         elif kind is kinds.HandshakeCompleted:
             endpoint.handshake_done(event.alpn_protocol)
         elif kind is kinds.ConnectionTerminated:
-            # Only application codes are MoQT's; QUIC uses the same small numbers for other errors.
+            # Only application codes are MoQT's; QUIC uses the same small numbers for its own errors.
             ours = event.frame_type is None or event.error_code >= _CRYPTO_ERROR
             code = event.error_code if ours else SessionCode.INTERNAL_ERROR
             endpoint.ended(explain(event.error_code, event.frame_type, event.reason_phrase), code)
@@ -113,7 +114,7 @@ class QuicTransport(StreamTransport):
 
 
 class AioquicTransport(QuicTransport):
-    """One connection of aioquic, mostly by its private attributes."""
+    """One connection of aioquic, used mostly through private attributes."""
 
     def reset(self, stream: int, code: int) -> None:
         super().reset(stream, code)
@@ -126,7 +127,8 @@ class AioquicTransport(QuicTransport):
     def _hurry(self, stream: int) -> None:
         """Send a stream's RESET_STREAM or STOP_SENDING before other streams' data.
 
-        aioquic fills a packet with data first, finds no space for the frame, and then stops sending until there is.
+        aioquic first fills a packet with data. If there is then no space for the frame, it stops sending until there
+        is.
         """
         queue = self.quic._streams_queue
         if (found := self.quic._streams.get(stream)) in queue:
@@ -218,9 +220,9 @@ class Qh3Transport(QuicTransport):
     def _sendable_packets(self, now: float) -> list[tuple[bytes, Any]]:
         """Return the packets to send, up to the point where qh3 2.1 would raise and lose them.
 
-        It raises when a packet exceeds the limit before a peer's address is validated (RFC 9000, section 8.1), which
-        delays connecting by a second, and when a stream that it wants to send on is gone, as after losses. If it can
-        never send again, end the connection.
+        qh3 raises when a packet exceeds the limit before a peer's address is validated (RFC 9000, section 8.1), which
+        delays connecting by a second; and when it sends on a stream that is gone, as after losses. If it can never send
+        again, end the connection.
         """
         core, lost = self._path, 0
         made: list[tuple[bytes, Any]] = []
@@ -262,7 +264,7 @@ def explain(code: int, frame_type: int | None, reason: str) -> str:
 
 
 def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> Any:
-    """Return a subclass of the library's protocol that passes events to the `Endpoint` of ``attach``."""
+    """Return a subclass of the library's protocol that passes events to the `Endpoint` returned by ``attach``."""
     base: Any = library.protocol
 
     class EndpointProtocol(base):  # type: ignore[misc]  # the class depends on the library
@@ -276,7 +278,7 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
             self.endpoint.safely(self.streams.event, event)
 
         def _process_events(self) -> None:
-            # Deliver the events of many packets at once: delivering costs more than receiving.
+            # Deliver the events of many packets at once: delivering is more expensive than receiving.
             super()._process_events()
             self.endpoint.safely(self.endpoint.settle)
             if (closing := self.streams.closing) is not None:

@@ -1,1 +1,1 @@
-"""QMux's streams, over TLS on TCP or over TCP alone."""
+"""QMux streams, over TLS on TCP or over TCP alone."""

@@ -1,7 +1,7 @@
 """The bytes of a connection, to and from a non-blocking socket through TLS.
 
-TLS runs in memory, so that a system call carries many of its records: one call per record would cost a receiver half as
-much processor time again.
+TLS runs in memory, so that one system call carries many records: with a call per record, a receiver would need 50 %
+more processor time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _RECORD = 16 << 10
 _SEALED_BYTES = 7 * _RECORD
 """Bytes encrypted at a time: malloc still reuses memory of this size."""
 _MAX_RECORD = 5 + _RECORD + 256
-"""Most bytes in an encrypted record with its header (RFC 8446, section 5.2)."""
+"""Maximum bytes of an encrypted record with its header (RFC 8446, section 5.2)."""
 _CIPHER_BYTES = 256 << 10
 _RECORD_TYPES = range(20, 24)
-"""First bytes of records: change_cipher_spec, alert, handshake, application_data."""
+"""Possible first bytes of a record: change_cipher_spec, alert, handshake, application_data."""
 _SLICE_RECORDS, _SLICE_BYTES = 64, 4 * _RECORD
-"""Most records and bytes given to TLS before it is read: a KeyUpdate takes it about 15 us. While records yield no data,
-it gets one long record at a time."""
+"""Maximum records and bytes given to TLS before reading from it: processing a KeyUpdate takes about 15 us. While
+records yield no data, TLS gets one long record at a time."""
 _CALL_RECORDS = 128
 """Records after which a call of `TlsChannel.receive` ends."""
 _EMPTY_RECORDS, _EMPTY_BYTES = 100, 64 << 10
-"""Most records and bytes without data, beyond two records and 512 bytes for each read with data. OpenSSL limits neither
-KeyUpdate nor NewSessionTicket."""
+"""Maximum records and bytes without data, beyond two records and 512 bytes for each read with data. OpenSSL limits
+neither KeyUpdate nor NewSessionTicket."""
 
 
 class EmptyRecordsError(OSError):
@@ -42,10 +42,10 @@ class TlsChannel:
     """A socket with TLS. Not thread-safe."""
 
     spent = False
-    """The last `receive` used up the work of one turn of an event loop."""
+    """True if the last `receive` stopped because it had processed `_CALL_RECORDS` records."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, host: str | None) -> None:
-        """Prepare the handshake; ``host`` is a client's name of the server."""
+        """Prepare the handshake; ``host`` is the server's name, for a client."""
         self.sock = sock
         self._incoming, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._sealed, server_side=server, server_hostname=host)
@@ -55,7 +55,7 @@ class TlsChannel:
         self._waiting = memoryview(b"")
 
     def shake(self) -> bool:
-        """Continue the handshake; return whether it is done. Raises `OSError`."""
+        """Continue the handshake; return True if it is done. Raises `OSError`."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -65,7 +65,7 @@ class TlsChannel:
                     return False
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self.push()  # the alert
+                    self.push()  # send the alert
                 raise
             else:
                 self._empty_records = self._empty_bytes = 0
@@ -75,7 +75,7 @@ class TlsChannel:
     def receive(self, into: list[memoryview]) -> int:
         """Fill buffers with received data; return the number of bytes, 0 at the end of the connection.
 
-        A call processes a bounded number of records, so that a peer cannot keep an event loop busy without data. Raises
+        A call processes a limited number of records, so that a peer cannot keep an event loop busy without data. Raises
         `BlockingIOError`, `OSError`, `EmptyRecordsError`.
         """
         self.spent = False
@@ -84,7 +84,7 @@ class TlsChannel:
         for buffer in into:
             at, size = 0, len(buffer)
             while at < size:
-                if not (incoming.pending or incoming.eof or tls.pending()):  # a read without data raises
+                if not (incoming.pending or incoming.eof or tls.pending()):  # reading without data would raise
                     self.spent = records >= _CALL_RECORDS or self._empty_bytes >= empty + _RECORD // 2
                     if not self.spent and (fed := self._feed()):
                         records += fed
@@ -108,16 +108,16 @@ class TlsChannel:
 
     @property
     def pending(self) -> bool:
-        """Whether `receive` may return more without reading the socket."""
+        """True if `receive` may return more without reading the socket."""
         return self._tls.pending() > 0 or self._incoming.pending > 0 or self._slice()[0] > 0
 
     @property
     def unsent(self) -> int:
-        """Bytes taken by `send` and not yet sent."""
+        """Bytes accepted by `send` but not yet sent."""
         return len(self._waiting) + self._sealed.pending
 
     def send(self, out: deque[Buffer]) -> int:
-        """Send and remove buffers; return the number of bytes. Raises `BlockingIOError`, `OSError`."""
+        """Send and remove buffers from ``out``; return the number of bytes. Raises `BlockingIOError`, `OSError`."""
         if not self.push():
             raise BlockingIOError
         taken = 0
@@ -131,7 +131,7 @@ class TlsChannel:
         return taken
 
     def push(self) -> bool:
-        """Send pending bytes; return whether all were sent. Raises `OSError`."""
+        """Send pending bytes; return True if all were sent. Raises `OSError`."""
         if self._sealed.pending:
             fresh = self._sealed.read()
             self._waiting = memoryview(b"".join((self._waiting, fresh)) if self._waiting else fresh)
@@ -141,7 +141,7 @@ class TlsChannel:
         return not self._waiting
 
     def finish(self) -> None:
-        """Send the end of TLS."""
+        """Send TLS's close_notify."""
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class TlsChannel:
 
     @property
     def certificate(self) -> bytes | None:
-        """The peer's certificate, DER."""
+        """The peer's certificate in DER."""
         return self._tls.getpeercert(binary_form=True)
 
     @property
@@ -158,7 +158,7 @@ class TlsChannel:
         return self._tls.selected_alpn_protocol()
 
     def _feed(self) -> int:
-        """Give TLS the next whole records; return their number.
+        """Pass the next whole records to TLS; return their number.
 
         The end of the connection counts as a record, and so do malformed bytes, which TLS refuses.
         """

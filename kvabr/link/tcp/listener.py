@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _BACKLOG = 512
 _PAUSE_S = 0.1
-"""Pause when the system has no descriptors or memory."""
+"""Seconds to pause when the system has no descriptors or memory left."""
 
 
 class TcpListener:
@@ -30,7 +30,7 @@ class TcpListener:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            pause_s = 0.0  # other work of the loop comes between two connections
+            pause_s = 0.0  # lets other work of the loop run between two connections
             try:
                 connection, _ = await loop.sock_accept(self._sock)
                 loop.call_soon(self._accepted, connection)

@@ -1,4 +1,4 @@
-"""TLS 1.3 for QMux: contexts of both ends."""
+"""TLS 1.3 contexts for QMux, of client and server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvabr.link.moqt.options import DialOptions, trust
 from kvabr.types.errors import TransportError
 
 PREFIX = "qmux-01."
-"""Prefix of a MoQT draft in ALPN: QMux needs its own identifiers (section 8.1). QUIC's are also offered and accepted,
-for peers that use them (moq-transport #1626)."""
+"""Prefix of a MoQT draft in ALPN, since QMux needs its own identifiers (section 8.1). QUIC's identifiers are also
+offered and accepted, for peers that use them (moq-transport #1626)."""
 
 
 def client_context(options: DialOptions) -> ssl.SSLContext:

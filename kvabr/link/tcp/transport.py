@@ -1,8 +1,9 @@
 """QMux on a TCP socket with TLS, as a `StreamTransport`.
 
-It runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and payload is read
-directly into the buffer of its transfer (`Endpoint.room`). On a fast path, threads read and decrypt TLS, so that each
-lane has a core. Meanwhile the loop leaves the socket alone and output waits.
+It runs in the event loop, a bounded number of bytes at a time. Reading and encrypting release the interpreter's lock,
+and payload is read directly into the buffer of its transfer (`Endpoint.receive_buffers`). On a fast path, a thread per
+connection reads and decrypts TLS, so that each connection has a core. Meanwhile the loop does not use the socket, and
+output waits.
 """
 
 from __future__ import annotations
@@ -43,28 +44,29 @@ from kvabr.qmux.frames import QuicCode, TransportParameters
 
 MAX_AHEAD_BYTES = 1 << 20
 RECORD_BYTES = MAX_AHEAD_BYTES + 64
-"""The longest accepted record. Records are not buffered."""
+"""Maximum size of an accepted record. Records are not buffered."""
 AHEAD_S = 0.004
-"""Seconds of the path's rate that may wait here, and as much in the kernel: urgent data waits for them."""
+"""Unsent bytes to hold, in seconds of the path's rate; the kernel holds as much. Urgent data waits for them."""
 STREAM_WINDOW, CONNECTION_WINDOW = 16 << 20, 64 << 20
-"""Flow control windows of a client, bytes. They limit no memory, since data is consumed at once."""
+"""Flow control windows of a client, bytes. They need no memory, since data is consumed at once."""
 STREAMS = 128
-"""Streams of each kind that a peer may have open."""
-_TURN_BYTES = 1 << 20
+"""Maximum streams of each kind that a peer may have open."""
+_BUDGET_BYTES = 1 << 20
 _DIRECT_BYTES = 16 << 10
-"""Least payload read to its final place: less is not worth a system call."""
+"""Minimum payload to read directly into its buffer: less is not worth a system call."""
 _MIN_THREADED_BYTES, _MAX_THREAD_WAIT_S = 256 << 10, 0.004
-"""Least payload worth a thread, and its longest wait; payload that arrives faster uses threads."""
+"""Payload that a thread reads at least before it returns, and its longest wait for it, in bytes and seconds. Threads
+read if payload arrives at this rate."""
 _READERS = 16
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _SCRATCH_BYTES = 64 << 10
 _REQUESTS_BYTES = 2 << 10
-"""Scratch bytes of a server, which receives only requests: at worst, 5 bytes of them cost 40 us."""
+"""Scratch bytes of a server, which receives only requests: at worst, parsing 5 bytes takes 40 us."""
 _PARSE_COST = 16
-"""Cost of parsing a byte, relative to reading a byte of payload to its final place."""
+"""Cost of parsing a byte, relative to reading a byte of payload directly into its buffer."""
 _INFO_S = 0.01
 _RATE_DECAY = 0.9
-"""Factor of the previous rate at each reading, so that a moment without the processor does not make it small."""
+"""Factor of the previous rate at each reading, so that a moment without the processor does not lower it much."""
 _LINGER_S = 1.0
 """Seconds to wait for the other end after a close."""
 
@@ -79,7 +81,7 @@ if hasattr(os, "register_at_fork"):  # a child does not inherit threads
 
 
 def address_of(sock: socket.socket) -> str:
-    """Return the peer's address, without port; empty if it is gone."""
+    """Return the peer's address without port, or "" if the connection is gone."""
     try:
         return str(sock.getpeername()[0])
     except OSError:
@@ -95,7 +97,7 @@ class _TcpInfo:
         self.rate = 0
 
     def read(self, now_s: float) -> None:
-        """Read the data again, unless recent."""
+        """Read the data again, unless it is recent."""
         if now_s < self._until_s:
             return
         self._until_s = now_s + _INFO_S
@@ -125,9 +127,9 @@ class QmuxTransport(StreamTransport):
         host: str | None = None,
         windows: tuple[int, int] = (STREAM_WINDOW, CONNECTION_WINDOW),
     ) -> None:
-        """Take a connected, non-blocking socket; call `start` then.
+        """Take a connected, non-blocking socket; `start` begins.
 
-        ``windows`` are those of a stream and of the connection; ``host`` is a client's name of the server.
+        ``windows``: of a stream and of the connection, in bytes; ``host``: the server's name, for a client.
         """
         self._loop = asyncio.get_running_loop()
         self._sock, self._endpoint, self._client = sock, endpoint, client
@@ -147,17 +149,17 @@ class QmuxTransport(StreamTransport):
         )
         self._idle_s = idle_s
         self._conn: QmuxConnection | None = None
-        """None before TLS is established."""
+        """The QMux connection; None before TLS is established."""
         self._channel = TlsChannel(sock, context, server=not client, host=host)
-        self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
+        self._read_budget = _BUDGET_BYTES if client else _REQUESTS_BYTES
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
         self._writes = False
         self._fast = self._reading = False
-        """Data arrives fast enough for a thread; a thread has the channel."""
+        """True if data arrives fast enough for a thread; True while a thread uses the channel."""
         self._since, self._received_bytes = self._loop.time(), 0
         self._busy = self._again = False
-        """`flush` is running; it was called again meanwhile."""
+        """True while `flush` is running; True if it was called again meanwhile."""
         self._ahead = MIN_AHEAD_BYTES
         self._low_water = 0
         self._active_s = self._loop.time()
@@ -241,7 +243,7 @@ class QmuxTransport(StreamTransport):
         return mine if self._conn is None else mine + self._conn.unsent
 
     def ahead(self) -> int:
-        """Return the bytes that the path carries in a few milliseconds."""
+        """Return the bytes that the path carries in `AHEAD_S` seconds, within bounds."""
         return self._ahead
 
     @property
@@ -249,7 +251,7 @@ class QmuxTransport(StreamTransport):
         return self._ahead
 
     def in_flight(self) -> int:
-        """Return the bytes that this kernel has sent or holds, unacknowledged."""
+        """Return the unacknowledged bytes that this kernel has sent or holds."""
         if self._closed:
             return 0
         try:
@@ -258,7 +260,7 @@ class QmuxTransport(StreamTransport):
             return 0
 
     def delivered(self, stream: int) -> bool:
-        """Return whether the kernel has all of a stream, which counts as delivered in QMux (section 4)."""
+        """Return True if the kernel has all of a stream, which then counts as delivered in QMux (section 4)."""
         return self._closed or self._conn is None or not (self._conn.sending(stream) or self._waits)
 
     def round_trip(self) -> float | None:
@@ -275,7 +277,7 @@ class QmuxTransport(StreamTransport):
 
     @property
     def begins(self) -> bool:
-        """Whether it is open, and MoQT has not begun."""
+        """True if the connection is open, but MoQT has not begun."""
         return not self._closed and self._endpoint.session is None
 
     @property
@@ -312,21 +314,21 @@ class QmuxTransport(StreamTransport):
     # ------------------------------------------------------------------ reading
 
     def _read(self, conn: QmuxConnection) -> None:
-        left, count = self._turn, None
+        left, count = self._read_budget, None
         if conn.waits:
             conn.go_on()
             self._handle(conn)
         while left > 0 and not (self._closed or conn.waits):
             into = self._buffers(conn)
             if self._fast and into:
-                self._end_turn(conn, None)
+                self._end_read(conn, None)
                 self._read_beside(conn)
                 return
             count = self._take(conn, into, self._receive(self._with_scratch(into)))
             if not count or self._channel.spent:
                 break
             left -= count + (_PARSE_COST - 1) * max(0, count - sum(map(len, into)))
-        self._end_turn(conn, count)
+        self._end_read(conn, count)
 
     def _with_scratch(self, into: list[memoryview]) -> list[memoryview]:
         return [*into, self._scratch[: _DIRECT_BYTES if into or self._fast else None]]
@@ -338,7 +340,7 @@ class QmuxTransport(StreamTransport):
             return error
 
     def _take(self, conn: QmuxConnection, into: list[memoryview], received: int | Exception) -> int | None:
-        """Process a read's result; return its bytes, 0 at the end, None if there are none now."""
+        """Process the result of a read; return its bytes, 0 at the end, None if there are none now."""
         if isinstance(received, BlockingIOError | InterruptedError):
             return None
         if isinstance(received, EmptyRecordsError):
@@ -372,7 +374,7 @@ class QmuxTransport(StreamTransport):
             self._since, self._received_bytes = now, 0
         return received
 
-    def _end_turn(self, conn: QmuxConnection, count: int | None) -> None:
+    def _end_read(self, conn: QmuxConnection, count: int | None) -> None:
         if self._closed:
             return
         self._active_s = self._loop.time()
@@ -441,15 +443,15 @@ class QmuxTransport(StreamTransport):
     def _finish_beside(self, into: list[memoryview], received: int | Exception, cpu_s: float) -> None:
         conn = self._qmux
         self._endpoint.worked(cpu_s)
-        self._end_turn(conn, self._take(conn, into, received))
+        self._end_read(conn, self._take(conn, into, received))
 
     def _buffers(self, conn: QmuxConnection) -> list[memoryview]:
         if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
             return []
-        return self._endpoint.room(*expected)
+        return self._endpoint.receive_buffers(*expected)
 
     def _handle(self, conn: QmuxConnection) -> None:
-        """Pass events on; their views are used up before the next read."""
+        """Pass events on; their views are consumed before the next read."""
         events = conn.take_events()
         for event in events:
             self._dispatch(event)
@@ -490,7 +492,7 @@ class QmuxTransport(StreamTransport):
         return bool(self._out) or self._channel.unsent > 0
 
     def _flush(self, conn: QmuxConnection) -> None:
-        left = _TURN_BYTES
+        left = _BUDGET_BYTES
         try:
             while not self._closed and self._channel.push():
                 if not self._out:

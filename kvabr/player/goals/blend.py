@@ -1,9 +1,9 @@
 """Plays of prompts joined from passages: some tokens are recomputed before the cache is delivered.
 
-Layers and tokens compete for the time at one price (`BlendPlan`). Once every group is in place, the engine chooses the
-tokens that the question attends to (the choice on the cheapest track is as good as on the best), and computes them over
-the cache. On a slow link the otherwise idle engine first computes the tokens that their publisher ranks highest; the
-expected loss ignores these savings.
+Fetching layers and recomputing tokens compete for the time before the deadline (`BlendPlan`). Once every group is in
+place, the engine chooses the tokens that the question attends to (the cheapest track is as good for this as the best),
+and computes them over the cache. On a slow link, the otherwise idle engine first computes the tokens that their
+publisher ranks highest; the expected loss ignores these savings.
 
 If the engine fails, or does not finish by the deadline and within twice the expected time, the joined cache is
 delivered unchanged. Above the loss limit, the play waits for the engine until its patience ends, and is then given up.
@@ -21,18 +21,18 @@ from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensSta
 from kvabr.types.loss import played_loss
 
 _AHEAD_SHARE = 0.5
-"""Most engine time ahead, as a share of the rest of the base's time."""
+"""Maximum engine time for tokens computed ahead, as a fraction of the time that the base still needs."""
 
 
 class BlendAim(WholeAim):
-    """A joined prompt's cache."""
+    """Delivers the cache of a joined prompt."""
 
     def __init__(self, play: Playing, goal: BlendGoal) -> None:
         super().__init__(play)
         view, config = play.view, play.config
         self._max_loss = goal.max_loss
         self._full_s = view.deadline_s
-        """The full deadline; the view's leaves time for the tokens."""
+        """The whole deadline in seconds; that of the view leaves time for the tokens."""
         self._plan = BlendPlan(view.ladder, view.cost, goal, time_price=config.time_price, gpu_price=config.gpu_price)
         view.in_order = any(self._plan.ahead(number) for number in range(len(self._plan.passages)))
         self._question = goal.question
@@ -41,23 +41,23 @@ class BlendAim(WholeAim):
         self._ahead: BlendOption | None = None
         self._ahead_s = self._choosing_s = 0.0
         self._next = 0
-        """First passage neither computed ahead nor skipped."""
+        """First passage that was neither computed ahead nor skipped."""
         self._failed = False
         self._wait_s = math.inf
-        """When a deliverable cache stops waiting for the tokens."""
+        """When to deliver without waiting longer for the tokens, if the loss allows it."""
         play.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
         self._reserve(0.0)
 
     # ------------------------------------------------------------------ events
 
     def start(self, now: float) -> bool:
-        """Give up if the lowest loss exceeds the limit."""
+        """Give up if even the lowest loss exceeds the limit."""
         if (least := self._plan.least_loss) > self._max_loss:
             self.play.give_up(now, self._too_lossy(least))
         return not self.play.over
 
     def tokens_chosen(self, now: float) -> None:
-        """Handle the end of token choice."""
+        """Handle the end of the choice of tokens."""
         if self.play.over or self._blend.chosen_s is not None:
             return
         self._blend.chosen_s = now
@@ -66,7 +66,7 @@ class BlendAim(WholeAim):
         self.play.advance(now)
 
     def tokens_recomputed(self, now: float, *, ahead: bool = False) -> None:
-        """Handle computed tokens, in place or, if ``ahead``, apart."""
+        """Handle recomputed tokens, which are in place or, if ``ahead``, stored separately."""
         option = self._ahead if ahead else self._computing
         if self.play.over or option is None:
             return
@@ -84,7 +84,7 @@ class BlendAim(WholeAim):
             self._finish(now)
 
     def tokens_failed(self, reason: str, now: float, *, ahead: bool = False) -> None:
-        """Handle an engine failure with tokens."""
+        """Handle a failure of the engine while choosing or computing tokens."""
         if self.play.over:
             return
         self.play.events.emit(TokensFailed, now, reason)
@@ -138,8 +138,8 @@ class BlendAim(WholeAim):
             play.act(ChooseTokens(self._question))
 
     def _compute_ahead(self, now: float) -> None:
-        lane, view, passages = self.play.engine, self.play.view, self._plan.passages
-        if lane is None or lane.computing is not None or self._ahead is not None or view.rate <= 0:
+        engine, view, passages = self.play.engine, self.play.view, self._plan.passages
+        if engine is None or engine.computing is not None or self._ahead is not None or view.rate <= 0:
             return
         while self._next < len(passages):
             passage, option = passages[self._next], self._plan.ahead(self._next)
@@ -176,7 +176,7 @@ class BlendAim(WholeAim):
             return
         for transfer in list(self.play.view.in_flight.values()):
             self.play.cancel(transfer, "tokens are recomputed over the groups in place", now)
-        # Computed groups contain no tokens to recompute; other tokens take their share.
+        # Computed groups have no tokens to recompute, so others get a larger share.
         option = replace(option, tokens=min(option.tokens, self._plan.tokens_left(coverage)))
         self._computing, self._blend.begun_s, self.play.closed = option, now, True
         if codec + (joined or 0.0) <= self._max_loss:

@@ -15,35 +15,35 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import GroupsPublished, ProducerStopped, SoonerAlone
 
 _MAX_PACE = 4.0
-"""Largest factor between observed and expected pace."""
+"""Maximum factor between observed and expected pace."""
 _MIN_LOOK_S = 0.01
-"""Least seconds between checks for layers worth the wait."""
+"""Minimum seconds between checks for layers worth the wait."""
 _MAX_LATE_FACTOR, _MAX_LATE_S = 4.0, 0.25
-"""Layers are too late after this multiple of the announced time plus this many seconds."""
+"""Layers count as too late after this multiple of the announced seconds, plus these seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeChanges:
-    """Changes announced with the number of published groups."""
+    """Changes announced together with the number of published groups."""
 
     left_out: Collection[tuple[int, str]] = ()
-    """Missing tracks of new groups, as (group, track)."""
+    """Tracks that new groups lack, as (group, track)."""
     added: Collection[tuple[int, str]] = ()
-    """Newly available tracks of older groups."""
+    """Newly available tracks of earlier groups, as (group, track)."""
     coming: Mapping[int, float | None] = field(default_factory=dict)
-    """Seconds until further tracks of a group; None: none follow."""
+    """Seconds until further tracks of a group; None: there will be none."""
     pushed: Container[int] | None = None
-    """Groups with a base requested before publication; None: all."""
+    """Groups whose base was requested before publication; None: all."""
 
 
 NO_CHANGES = EdgeChanges()
 
 
 class LiveEdge:
-    """Estimates a producer's pace from the publication times of its groups."""
+    """Estimates a producer's pace from the times at which its groups are published."""
 
     def __init__(self, expected_s: Sequence[float]) -> None:
-        """``expected_s``: when each group should be published, ascending, seconds since the play began."""
+        """``expected_s``: when each group should be published, in ascending seconds since the play began."""
         finite = all(math.isfinite(time_s) for time_s in expected_s)
         if not expected_s or not finite or any(later < sooner for sooner, later in pairwise(expected_s)):
             raise UsageError("expected_s must have at least one time, all finite and ascending")
@@ -51,10 +51,10 @@ class LiveEdge:
         self.edge = 0
         self._first_s = self._last_s = 0.0
         self._firsts = 0
-        """Groups in the first announcement; they may be much older."""
+        """Number of groups in the first announcement; they may be much older."""
         self.ended: str | None = None
         self.coming: dict[int, tuple[float, float]] = {}
-        """When a group's further tracks are due, and the announced delay."""
+        """When a group's further tracks are due, and the announced delay, in seconds."""
 
     def reach(self, edge: int, now: float) -> None:
         """Record that the first ``edge`` groups are published."""
@@ -63,7 +63,7 @@ class LiveEdge:
         self.edge, self._last_s = edge, now
 
     def expect(self, coming: Mapping[int, float | None], now: float) -> None:
-        """Record announced further tracks."""
+        """Record announcements of further tracks."""
         for group, rest_s in coming.items():
             if rest_s is None:
                 self.coming.pop(group, None)
@@ -71,20 +71,20 @@ class LiveEdge:
                 self.coming[group] = now + rest_s, rest_s
 
     def rest_s(self, group: int, now: float) -> float | None:
-        """Return the seconds until a group's further tracks, or None if too late.
+        """Return the seconds until a group's further tracks, or None if there are none or they are too late.
 
-        An overdue track should take as long again as it is late.
+        An overdue track is expected to take as long again as it is late.
         """
         due_s, announced_s = self.coming[group]
         last_s = due_s + _MAX_LATE_FACTOR * announced_s + _MAX_LATE_S
         return None if now >= last_s else min(abs(now - due_s), last_s - now)
 
     def ends_s(self, now: float) -> float:
-        """Return when the last group is published, seconds since the play began."""
+        """Return when the last group should be published, in seconds since the play began."""
         return self.ready_s(len(self._expected_s) - 1, now)
 
     def late_s(self, now: float) -> float:
-        """Return the next group's delay in seconds; 0.0 if at most the duration of a group."""
+        """Return how late the next group is, in seconds; 0.0 up to the duration of one group."""
         if self.edge == len(self._expected_s):
             return 0.0
         before = self._expected_s[self.edge - 1] if self.edge else 0.0
@@ -107,7 +107,7 @@ class LiveEdge:
 
 
 class LivePlay:
-    """The part of a play that follows a producer."""
+    """The part of a session that follows a producer."""
 
     def __init__(self, play: Playing, expected_s: Sequence[float]) -> None:
         if len(expected_s) != (groups := play.view.groups):
@@ -121,7 +121,7 @@ class LivePlay:
         self._looked_for = 0
 
     def look(self, now: float) -> None:
-        """Update the producer's progress in the view."""
+        """Update the view with the producer's progress."""
         view, edge = self.play.view, self.edge
         view.ends_s, view.late_s = edge.ends_s(now), edge.late_s(now)
         view.ready_s = lambda group: edge.ready_s(group, now)
@@ -171,7 +171,7 @@ class LivePlay:
         play.advance(now)
 
     def lacking(self) -> str:
-        """Describe the producer's progress; empty if done."""
+        """Describe the producer's progress; empty once it is done."""
         live = self.edge
         if live.edge == self.play.view.groups:
             return ""
@@ -179,7 +179,7 @@ class LivePlay:
         return f"; the producer has published {live.edge or 'none'} {why}"
 
     def layers_pay(self, now: float) -> bool:
-        """Return whether layers being encoded save more than waiting for them costs."""
+        """Return True if layers that are being encoded save more than waiting for them costs."""
         live, view, saved, soonest_s = self.edge, self.play.view, 0.0, math.inf
         if not live.coming:
             self.look_s = math.inf

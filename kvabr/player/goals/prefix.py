@@ -1,4 +1,4 @@
-"""Plays of a prefix: the groups before the first miss, for an engine that computes the rest without kvabr."""
+"""Plays of a prefix: the groups before the first missing one, for an engine that computes the rest without kvabr."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvabr.types.errors import UsageError
 from kvabr.types.loss import predicted_loss
 
 _MAX_CUTS = 64
-"""Possible cuts for a prefix with too much loss."""
+"""Maximum number of cuts to consider for a prefix with too much loss."""
 
 
 class PrefixAim(WholeAim):
-    """A prefix, cut at the first group that the engine would compute."""
+    """Delivers a prefix, cut at the first group that the engine would compute."""
 
     def __init__(self, play: Playing, mode: EngineMode) -> None:
-        """Raise `UsageError` if the engine's cost is unknown, or it does not compute suffixes."""
+        """Raise `UsageError` if the engine's cost is unknown, or its mode is not ``suffix``."""
         super().__init__(play)
         if play.engine is None or mode != "suffix":
             raise UsageError("a play of a prefix needs the engine's prefill cost, and mode 'suffix'")
 
     def cuts(self, now: float) -> bool:
-        """Return False while fetching the rest should be faster than computing it."""
+        """Return True if the rest should be faster to compute than to fetch."""
         play, view = self.play, self.play.view
         play.look(now)
         assert view.cost is not None  # noqa: S101  # there is an engine

@@ -1,11 +1,12 @@
 """Upgrades of a cache in use, after the deadline.
 
-The play starts with every group in place. The previous policy drives it, so upgrades keep their order, most loss saved
-per byte first. Its deadline stays one deadline's length ahead, which limits requests in flight.
+The play starts with every group in place. The policy of the previous play continues, so the upgrades that save the most
+loss per byte are still first. The play's deadline always stays its original length ahead, which limits requests in
+flight.
 
 A decoded upgrade waits until the engine admits it; while several wait, requests pause. The play ends when time is up,
-when the policy is done or requests no group for one deadline's length, when every group is at its best, or after
-several deadline lengths of silence.
+when the policy is done or requests no group for the length of a deadline, when every group is on its best track, or
+after several such lengths without any bytes.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 
 _MAX_WAITING = 4
-"""Groups waiting for decoding or admission before requests pause."""
+"""Maximum groups that wait for decoding or admission before requests pause."""
 _MAX_SILENT_DEADLINES = 5.0
-"""Deadline lengths of silence that end the play."""
+"""Lengths of the deadline without any bytes after which the play ends."""
 
 
 class UpgradeAim(WholeAim):
-    """Upgrades of a cache in use; the deadline is the planning horizon."""
+    """Upgrades a cache in use; the deadline is the planning horizon."""
 
-    drops_upgrades = False  # the planning horizon is not the end of the play
+    drops_upgrades = False  # the deadline is a planning horizon, not the end of the play
 
     def __init__(self, play: Playing, goal: UpgradeGoal) -> None:
-        """Raise `UsageError` if the goal is invalid, or does not fit this cache."""
+        """Raise `UsageError` if the goal is invalid, or does not match this cache."""
         super().__init__(play)
         tracks, view = goal.tracks, play.view
         if not goal.until_s > 0:
@@ -38,9 +39,9 @@ class UpgradeAim(WholeAim):
             raise UsageError(f"tracks must name one track for each of {view.groups} groups, got {len(tracks)}")
         self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
-        """When the policy last requested a group; when decoding or an idle link last explained silence."""
+        """When the policy last requested a group; when the last silence had another cause, decoding or an idle link."""
         self._best = 0
-        view.time_price = 0.0  # the first token is out
+        view.time_price = 0.0  # the first token was generated already
         for record, track in zip(play.record.groups, tracks, strict=True):
             record.track, record.ready_s = track, 0.0
             view.track_of[record.group] = track

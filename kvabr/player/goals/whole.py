@@ -21,7 +21,7 @@ from kvabr.types.catalog import Catalog
 
 
 class Playing(Protocol):
-    """The interface of a `Session` to its goal."""
+    """The interface of a `Session` that its goal uses."""
 
     view: View
     record: PlayRecord
@@ -69,42 +69,42 @@ class WholeAim:
     """Delivers the whole cache."""
 
     drops_upgrades = True
-    """Replace an upgrade that cannot end in time by a smaller one."""
+    """True: cancel an upgrade that cannot arrive in time if a smaller one can."""
 
     def __init__(self, play: Playing) -> None:
         self.play = play
 
     def start(self, now: float) -> bool:
-        """Return False if the play was given up."""
+        """Begin; return False if the play was given up."""
         del now
         return True
 
     def patience_s(self) -> float:
-        """Return when an incomplete play ends, seconds since it began."""
+        """Return when an incomplete play ends, in seconds since it began."""
         play = self.play
         engine_s = 0.0 if play.engine is None else ENGINE_PATIENCE * (play.alone_s or 0.0)
         return play.config.give_up_after * play.view.deadline_s + engine_s
 
     def next_timer(self, soonest_s: float) -> float:
-        """Return when the timer must fire, given the session's time for it."""
+        """Return when the timer must fire, given the earliest time for which the session needs it."""
         return soonest_s
 
     def timer(self, now: float) -> bool:
-        """Handle a tick; return True if the session must not."""
+        """Handle a tick; return True if the session must ignore it."""
         del now
         return False
 
     def look(self, now: float) -> None:
-        """Correct the view after new estimates."""
+        """Adjust the view after new estimates."""
 
     def may_request(self) -> bool:
-        """Return whether the goal permits more requests."""
+        """Return True if the goal permits more requests."""
         return True
 
     def ended(self, now: float) -> bool:
-        """End the play if its time is up; return whether it is closed.
+        """End the play if its time is up; return True if it is closed.
 
-        Takes no decision, and does not wait for decoding.
+        Makes no decision, and does not wait for decoding.
         """
         play, complete = self.play, self.play.groups.complete
         if now >= play.view.deadline_s and complete and self._within(now):
@@ -129,12 +129,12 @@ class WholeAim:
         return f"the cache would lose {loss:.2g} nats per token, more than max_loss ({limit:g})"
 
     def cuts(self, now: float) -> bool:
-        """Return whether to deliver a partial cache at the deadline."""
+        """Return True to deliver a partial cache at the deadline."""
         del now
         return False
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
-        """Return whether the engine should compute groups now; ``why`` is the reason if it must, else None."""
+        """Return True if the engine should compute groups now; ``why``: the reason if it must, else None."""
         del now, first, last, why
         return True
 
@@ -182,7 +182,7 @@ class WholeAim:
             self.play.give_up(now, reason)
 
     def go_on(self, now: float) -> bool:
-        """Return whether the session should continue after an event."""
+        """Return True if the session should continue after an event."""
         del now
         return True
 
@@ -190,5 +190,5 @@ class WholeAim:
         """Continue after the session has handled an event."""
 
     def deliver(self, now: float, *, cut: str | None = None) -> None:
-        """Deliver the cache; ``cut`` says why only a part of it."""
+        """Deliver the cache; ``cut``: why it is only a part, or None."""
         self.play.hand_over(now, cut)

@@ -68,7 +68,7 @@ def finite(value: Any) -> Any:
 
 
 _PLAY, _DECISIONS, _PREFILL, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 4, 1000, 2000
-"""Thread numbers; decoder and network have one number per lane, starting here."""
+"""Thread numbers; decoder and network have one number per row, starting here."""
 _MBIT = 8e-6
 _SHOWN_AS_SPANS = (PlayStarted, FirstByteReceived, TransferEvent, RecomputeEvent, SampleLimited)
 
@@ -156,9 +156,9 @@ def _prefill(log: list[PlayEvent]) -> Iterator[Slice]:
 
 def _network(flights: list[Request]) -> Iterator[Slice]:
     chosen = assign_rows((item.sent_s, item.end_s) for item in flights)
-    for lane in sorted(set(chosen)):
-        yield _thread(_NETWORK + lane, f"network {lane + 1}")
-    for item, lane in zip(flights, chosen, strict=True):
+    for row in sorted(set(chosen)):
+        yield _thread(_NETWORK + row, f"network {row + 1}")
+    for item, row in zip(flights, chosen, strict=True):
         title = f"{item.track} {item.group}" + ("" if item.outcome == "done" else f" ({item.outcome})")
         args: dict[str, Any] = {
             "request": item.request,
@@ -170,9 +170,9 @@ def _network(flights: list[Request]) -> Iterator[Slice]:
         }
         if item.reason:
             args["reason"] = item.reason
-        yield _span(_NETWORK + lane, title, item.sent_s, item.end_s, args)
+        yield _span(_NETWORK + row, title, item.sent_s, item.end_s, args)
         if item.first_byte_s is not None and item.first_byte_s <= item.end_s:
-            yield _span(_NETWORK + lane, "to first byte", item.sent_s, item.first_byte_s, {"request": item.request})
+            yield _span(_NETWORK + row, "to first byte", item.sent_s, item.first_byte_s, {"request": item.request})
 
 
 def _decoder(flights: list[Request]) -> Iterator[Slice]:
@@ -181,11 +181,11 @@ def _decoder(flights: list[Request]) -> Iterator[Slice]:
         key=lambda span: span[:2],
     )
     chosen = assign_rows((arrived, placed) for arrived, placed, _ in spans)
-    for lane in sorted(set(chosen)):
-        yield _thread(_DECODER + lane, "decode" if lane == 0 else f"decode {lane + 1}")
-    for (arrived, placed, item), lane in zip(spans, chosen, strict=True):
+    for row in sorted(set(chosen)):
+        yield _thread(_DECODER + row, "decode" if row == 0 else f"decode {row + 1}")
+    for (arrived, placed, item), row in zip(spans, chosen, strict=True):
         args = {"request": item.request, "group": item.group, "track": item.track}
-        yield _span(_DECODER + lane, f"{item.track} {item.group}", arrived, placed, args)
+        yield _span(_DECODER + row, f"{item.track} {item.group}", arrived, placed, args)
 
 
 def _thread(tid: int, name: str) -> Slice:

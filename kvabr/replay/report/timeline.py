@@ -178,16 +178,16 @@ def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMad
 
 
 def assign_rows(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """Assign spans (start, end), sorted by start, to as few lanes as possible; return the lane of each span."""
+    """Assign spans (start, end), sorted by start, to as few rows as possible; return the row of each span."""
     free: list[float] = []
     found = []
     for start, end in spans:
-        lane = next((index for index, until in enumerate(free) if until <= start), len(free))
-        if lane == len(free):
+        row = next((index for index, until in enumerate(free) if until <= start), len(free))
+        if row == len(free):
             free.append(end)
         else:
-            free[lane] = end
-        found.append(lane)
+            free[row] = end
+        found.append(row)
     return found
 
 

@@ -24,7 +24,7 @@ from kvabr.replay.link import FIRST_BYTE_S, HANDSHAKE_BYTES, INITIAL_WINDOW, Cap
 from kvabr.replay.outcome import PlayOutcome, rounded, valued
 from kvabr.replay.simulator import EPSILON, Machine
 from kvabr.replay.trace import Trace
-from kvabr.transfer.downloads import TURN_S
+from kvabr.transfer.downloads import HELD_S
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayEvent
 from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes
@@ -167,7 +167,7 @@ class SharedClient:
 
     def held_by_priority(self, stream: _Answer) -> bool:
         """Return True if a stream is idle only because streams of at least the same urgency receive bytes."""
-        since_s = max(stream.last_received_s, self._link.now - TURN_S)
+        since_s = max(stream.last_received_s, self._link.now - HELD_S)
         place = stream.place()
         return any(other <= place and at_s > since_s for other, at_s in self._received_s.items())
 

@@ -261,7 +261,7 @@ async def _play(client: AsyncClient, spec: KVSpec, job: PrefillJob) -> Decoded:
     )
 
 
-_WIDTH, _LEFT, _LANE = 900, 110, 46
+_WIDTH, _LEFT, _ROW_HEIGHT = 900, 110, 46
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#333}.s{font-size:11px}.p{fill:#8a7bc8}.n{fill:#4c9be8}.d{fill:#3aa57a}"
     ".l{stroke:#999}.e{stroke:#c0392b;stroke-dasharray:4 3}"
@@ -269,7 +269,7 @@ _STYLE = (
 
 
 def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
-    """Return an SVG with three lanes over time: computed tokens, published groups, and groups in place."""
+    """Return an SVG with three rows over time: computed tokens, published groups, and groups in place."""
     began_s, groups = prefill.began_s, len(decoded.groups_s)
     last_s = max(decoded.ready_s, prefill.ended_s) - began_s
     x: Callable[[float], float] = lambda at_s: _LEFT + (_WIDTH - _LEFT - 20) * (at_s - began_s) / last_s  # noqa: E731
@@ -279,33 +279,35 @@ def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{_LEFT}" y="22">{title}</text>',
     ]
-    tops = [40 + row * (_LANE + 16) for row in range(3)]
+    tops = [40 + row * (_ROW_HEIGHT + 16) for row in range(3)]
     total = prefill.runs[-1][0]
-    lanes = (("prefill", "tokens", total), ("live edge", "groups", groups), ("decoder", "groups", groups))
-    for (name, what, most), top in zip(lanes, tops, strict=True):
-        parts.append(f'<text x="8" y="{top + _LANE / 2 - 4}">{name}</text>')
-        parts.append(f'<text class="s" x="8" y="{top + _LANE / 2 + 12}">height: {what}</text>')
+    rows = (("prefill", "tokens", total), ("live edge", "groups", groups), ("decoder", "groups", groups))
+    for (name, what, most), top in zip(rows, tops, strict=True):
+        parts.append(f'<text x="8" y="{top + _ROW_HEIGHT / 2 - 4}">{name}</text>')
+        parts.append(f'<text class="s" x="8" y="{top + _ROW_HEIGHT / 2 + 12}">height: {what}</text>')
         parts.append(f'<text class="s" x="{_LEFT - 6}" y="{top + 9}" text-anchor="end">{most:,}</text>')
-        parts.append(f'<line class="l" x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{top + _LANE}" y2="{top + _LANE}"/>')
-    for (before, first_s), (tokens, at_s) in pairwise(((0, began_s), *prefill.runs)):
-        height = _LANE * tokens / total
         parts.append(
-            f'<rect class="p" x="{x(first_s):.1f}" y="{tops[0] + _LANE - height:.1f}" '
+            f'<line class="l" x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{top + _ROW_HEIGHT}" y2="{top + _ROW_HEIGHT}"/>'
+        )
+    for (before, first_s), (tokens, at_s) in pairwise(((0, began_s), *prefill.runs)):
+        height = _ROW_HEIGHT * tokens / total
+        parts.append(
+            f'<rect class="p" x="{x(first_s):.1f}" y="{tops[0] + _ROW_HEIGHT - height:.1f}" '
             f'width="{max(1.0, x(at_s) - x(first_s) - 1):.1f}" height="{height:.1f}">'
             f"<title>tokens {before} to {tokens}: {at_s - first_s:.3f} s</title></rect>"
         )
     for row, css, times in ((1, "n", prefill.published_s), (2, "d", decoded.groups_s)):
         for group, at_s in enumerate(times):
-            height = _LANE * (group + 1) / max(1, groups)
+            height = _ROW_HEIGHT * (group + 1) / max(1, groups)
             track = f" on {decoded.coverage[group]}" if row == 2 else ""
             parts.append(
-                f'<rect class="{css}" x="{x(at_s) - 2:.1f}" y="{tops[row] + _LANE - height:.1f}" width="4" '
+                f'<rect class="{css}" x="{x(at_s) - 2:.1f}" y="{tops[row] + _ROW_HEIGHT - height:.1f}" width="4" '
                 f'height="{height:.1f}"><title>group {group}{track}: {at_s - began_s:.3f} s</title></rect>'
             )
     end = x(prefill.ended_s)
-    parts.append(f'<line class="e" x1="{end:.1f}" x2="{end:.1f}" y1="32" y2="{tops[2] + _LANE}"/>')
+    parts.append(f'<line class="e" x1="{end:.1f}" x2="{end:.1f}" y1="32" y2="{tops[2] + _ROW_HEIGHT}"/>')
     after_ms = 1e3 * (decoded.ready_s - prefill.ended_s)
-    low = tops[2] + _LANE + 18
+    low = tops[2] + _ROW_HEIGHT + 18
     parts.append(f'<text x="{_LEFT}" y="{low}">0 s</text>')
     caption = f"{last_s:.2f} s: in place {after_ms:.0f} ms after the last token"
     parts.append(f'<text x="{_WIDTH - 20}" y="{low}" text-anchor="end">{caption}</text></svg>')

@@ -30,7 +30,7 @@ def large(tmp_path_factory):
 
 
 async def all_of(connection, catalog, times=1):
-    """Fetch all groups, as many at a time as keep every lane busy; return the seconds."""
+    """Fetch all groups, as many at a time as keep every connection busy; return the seconds."""
     began_s = asyncio.get_running_loop().time()
     gate = asyncio.Semaphore(8)
 
@@ -47,7 +47,7 @@ async def all_of(connection, catalog, times=1):
 
 
 @virtual
-async def test_lanes_are_added_while_each_brings_more(large):
+async def test_connections_are_added_while_each_brings_more(large):
     catalog, find = large
     links = [MemoryLink(1e8, 0.001) for _ in range(MOST)]
     left = iter(links)
@@ -55,16 +55,16 @@ async def test_lanes_are_added_while_each_brings_more(large):
     async def another():
         return MemoryConnection(find, next(left))
 
-    async with Peer(Dials(another, MOST)) as lanes:
-        await all_of(lanes, catalog, 8)
-        assert lanes.used == MOST
-        assert await all_of(lanes, catalog) == pytest.approx(96e6 / 4e8, rel=0.25)
-        assert lanes.stats().bytes_received == 9 * catalog.track("FP16").total_bytes
+    async with Peer(Dials(another, MOST)) as peer:
+        await all_of(peer, catalog, 8)
+        assert peer.used == MOST
+        assert await all_of(peer, catalog) == pytest.approx(96e6 / 4e8, rel=0.25)
+        assert peer.stats().bytes_received == 9 * catalog.track("FP16").total_bytes
 
 
 @virtual
-async def test_a_path_that_carries_no_more_keeps_one_lane(large):
-    """Another lane is tried, and then left alone for a minute."""
+async def test_a_path_that_carries_no_more_keeps_one_connection(large):
+    """Another connection is tried, and then left alone for a minute."""
     catalog, find = large
     links: list[MemoryLink] = []
 
@@ -74,21 +74,21 @@ async def test_a_path_that_carries_no_more_keeps_one_lane(large):
             link.rate = 1e8 / len(links)
         return MemoryConnection(find, links[-1])
 
-    async with Peer(Dials(another, MOST)) as lanes:
-        await all_of(lanes, catalog, 6)
-        assert lanes.used == 1
+    async with Peer(Dials(another, MOST)) as peer:
+        await all_of(peer, catalog, 6)
+        assert peer.used == 1
         assert len(links) == 2
 
 
-def begun(lanes, catalog, groups=8):
+def begun(peer, catalog, groups=8):
     """Request some groups of 3 MB, one after the other, and return what reads them."""
     size = catalog.track("FP16").bytes[0]
-    fetch = partial(lanes.fetch, catalog.namespace, "FP16", limit=size, exact=True)
+    fetch = partial(peer.fetch, catalog.namespace, "FP16", limit=size, exact=True)
     return [asyncio.ensure_future(read_all(fetch(group, priority=group))) for group in range(groups)]
 
 
 @virtual
-async def test_closing_ends_the_dial_of_a_lane(large):
+async def test_closing_ends_the_dial_of_a_further_connection(large):
     catalog, find = large
     dialled, ended = [], []
 
@@ -102,8 +102,8 @@ async def test_closing_ends_the_dial_of_a_lane(large):
             raise
         return MemoryConnection(find, MemoryLink(1e8, 0.001))
 
-    async with Peer(Dials(another, MOST)) as lanes:
-        reading = begun(lanes, catalog)
+    async with Peer(Dials(another, MOST)) as peer:
+        reading = begun(peer, catalog)
         await asyncio.sleep(0.1)
         assert len(dialled) == 2
     assert ended == [1]
@@ -111,8 +111,8 @@ async def test_closing_ends_the_dial_of_a_lane(large):
 
 
 @virtual
-async def test_closing_opens_no_lane(large):
-    """What is under way then ends at once, which is not the rate of the lanes."""
+async def test_closing_opens_no_connection(large):
+    """What is under way then ends at once, which is not the rate of the connections."""
     catalog, find = large
     made = []
 
@@ -120,16 +120,16 @@ async def test_closing_opens_no_lane(large):
         made.append(MemoryConnection(find, MemoryLink(1e8, 0.001)))
         return made[-1]
 
-    async with Peer(Dials(another, MOST)) as lanes:
-        reading = begun(lanes, catalog)
+    async with Peer(Dials(another, MOST)) as peer:
+        reading = begun(peer, catalog)
         await asyncio.sleep(0.055)  # long enough to measure, as soon as something ends
-        assert lanes.stats().bytes_received > 4 << 20
+        assert peer.stats().bytes_received > 4 << 20
     await asyncio.gather(*reading, return_exceptions=True)
     assert [one.closed for one in made] == [True]
 
 
 @virtual
-async def test_a_peer_with_lanes_is_one_peer(large):
+async def test_a_peer_with_several_connections_is_one_peer(large):
     catalog, find = large
     metrics, dialled = ClientMetrics(), []
 
@@ -139,11 +139,11 @@ async def test_a_peer_with_lanes_is_one_peer(large):
             raise TransportError("no more than two")
         return MemoryConnection(find, MemoryLink(1e8, 0.001))
 
-    lanes = Peer(Dials(another, MOST))
-    downloads = ClientPeer("a peer", lanes, GroupCache(0), metrics, own=True)
-    await lanes.connected()
-    await all_of(lanes, catalog, 4)
-    assert (lanes.used, len(dialled)) == (2, 3)
+    peer = Peer(Dials(another, MOST))
+    downloads = ClientPeer("a peer", peer, GroupCache(0), metrics, own=True)
+    await peer.connected()
+    await all_of(peer, catalog, 4)
+    assert (peer.used, len(dialled)) == (2, 3)
     assert metrics.value("kvabr_client_peers") == 1
     assert metrics.value("kvabr_client_dials_failed_total") == 0  # the peer was reached
     for _ in range(2):
@@ -152,7 +152,7 @@ async def test_a_peer_with_lanes_is_one_peer(large):
 
 
 @pytest.mark.process
-async def test_lanes_of_a_client(asset, tls):
+async def test_several_connections_of_a_client(asset, tls):
     async with origin(asset.store.folder, tls) as server:
         how = PeerOptions(transport="tcp", lanes=3, fingerprint=server.fingerprint, timeout_s=300.0)
         async with connect(url_of(server), how) as connection:
@@ -162,11 +162,11 @@ async def test_lanes_of_a_client(asset, tls):
             fetch = partial(connection.fetch, asset.catalog.namespace, "FP16", exact=True)
             readers = [fetch(group, limit=sizes[group]) for group in range(asset.catalog.groups)]
             assert [len(await read_all(one)) for one in readers] == list(sizes)
-            assert min(lane.bytes_received for lane in connection._lanes) > 0
+            assert min(one.bytes_received for one in connection._connections) > 0
             assert connection.stats().bytes_received == sum(sizes)
 
 
 @pytest.mark.parametrize("lanes", [0, -1, 17])
-def test_lanes_that_make_no_sense_are_refused(lanes):
+def test_numbers_of_connections_that_make_no_sense_are_refused(lanes):
     with pytest.raises(UsageError, match="must be at least 1 and at most 16"):
         connect("moqt://localhost/", PeerOptions(lanes=lanes))
