@@ -16,7 +16,7 @@ WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 SLOT_SHARE = 1 / 200
 """Samples are merged until they span this fraction of the deadline, so rates are measured at most this often."""
-LOW_SHARE = 0.5
+LOW_SHARE = 0.7
 """Lower bound of an uncertain rate, as a fraction of the estimate."""
 _MIN_CONFIDENCE = 0.5
 """Minimum confidence at which policies see the rate of earlier plays."""
@@ -202,7 +202,7 @@ _MIN_LOG = -3.0
 
 
 class Tracking(MergedSamples):
-    """The smaller of a fast and a slow mean, restarted after drops; its bound is half of that.
+    """The smaller of a fast and a slow mean, restarted after drops; its bound is a fixed share of that.
 
     The rate is the smaller of a fast and a slow moving mean (as in Shaka and dash.js). Changes are detected by a
     cumulative sum (Page, 1954) of how far samples fall below the expectation, in units of their own deviation. Past a
@@ -263,7 +263,7 @@ class Tracking(MergedSamples):
         return min(self._fast.value(), self._slow.value()) if self._slow.weight else self._so_far()
 
     def lower_bound(self) -> float:
-        """Return half the rate; recorded links carry more in nearly every part of a play."""
+        """Return a fixed share of the rate; recorded links carry more in nearly every part of a play."""
         return LOW_SHARE * self.rate()
 
     def _restart(self, rate: float, seconds: float) -> None:

@@ -35,9 +35,6 @@ _MIN_TIME_PRICE = 1e-4
 """Minimum time price to which `_DEADLINE_LEVELS` and `_FINER_LEVELS` apply, in nats per second."""
 _REPLACED_BYTE_PRICE = 6.0
 """Price of a replaced byte, as a multiple of that of a requested one, since other plays could have used it."""
-MAX_PARTS = 64
-"""Maximum number of parts of a long prompt in a division, each on one track; also the maximum number of engine
-stops."""
 _LATE_SECOND_COST = 1e3
 """Cost of a second after the deadline, in nats per generated token, so that plans that end in time are preferred."""
 _SIMILAR_FACTOR, _EQUAL_FACTOR = 16.0, 1.25
@@ -252,13 +249,13 @@ class TimePlanner:
         """Set where a suffix engine begins, since it amplifies errors right before; None: it computes nothing."""
         self._cut = group if self._rest_factors is not None else None
 
-    def by_loss(self, track: str) -> list[int]:
-        """Return all groups by their loss on a track, the largest first; about equal ones in ascending order.
+    def smallest_first(self, track: str) -> list[int]:
+        """Return all groups by their loss on a track, the smallest first; about equal ones in order.
 
         Neighbours that are requested together share a range of an object store.
         """
-        losses = _rounded(np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE), _EQUAL_FACTOR)
-        order: list[int] = np.lexsort((np.arange(losses.size), -losses)).tolist()
+        losses = np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE)
+        order: list[int] = np.argsort(_rounded(losses, _EQUAL_FACTOR), kind="stable").tolist()
         return order
 
     def lost(self) -> float:

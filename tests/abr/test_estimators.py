@@ -45,7 +45,7 @@ def test_a_steady_link_is_estimated_exactly(name):
         estimator.sample(5e4, 0.05, tick * 0.05)
     assert estimator.rate() == pytest.approx(1e6)
     # One that learns its bound expects worse than it has seen, but not much.
-    assert estimator.lower_bound() == pytest.approx(5e5 if name == "tracking" else 1e6)
+    assert estimator.lower_bound() == pytest.approx(LOW_SHARE * 1e6 if name == "tracking" else 1e6)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "last"])

@@ -138,7 +138,7 @@ def test_one_subscription_of_a_track():
     """The drafts disagree on what a second one means."""
     pair = Pair()
     number = subscribed(pair)
-    with pytest.raises(ValueError, match="is open"):
+    with pytest.raises(ValueError, match="is already open"):
         pair.client.subscribe(NAMESPACE, TRACK, Parameters())
     subscribed(pair, 8, b"other")
     pair.client.requester.cancel(number)

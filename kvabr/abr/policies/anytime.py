@@ -67,7 +67,9 @@ class Anytime(Policy):
         self._over = False
         self._filling = True
         self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > view.deadline_s
-        self._order = deque(self._times.by_loss(self._base.name))
+        losses = self._base.loss
+        self._largest = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
+        self._smallest = deque(self._times.smallest_first(self._base.name))
 
     def decide(self, view: View) -> Decision:
         """Give work to an idle engine first, then request bases, then upgrades."""
@@ -201,11 +203,11 @@ class Anytime(Policy):
             return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
-        end, take = (-1, self._order.pop) if least else (0, self._order.popleft)
-        while self._order:
-            if self._order[end] in missing:
-                return self._order[end]
-            take()
+        order = self._smallest if least else self._largest
+        while order:
+            if order[0] in missing:
+                return order[0]
+            order.popleft()
         return next(iter(missing))  # requested before, but lost
 
     # ------------------------------------------------------------ the upgrades
