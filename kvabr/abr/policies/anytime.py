@@ -157,12 +157,10 @@ class Anytime(Policy):
         if view.rate <= 0:
             return len(view.in_flight) >= first
         # Requests leave in bursts, so that neighbouring groups can share a range of an object store.
-        in_flight_s = view.outstanding_bytes / view.rate
-        ahead_s = self._ahead_ttfb * (GROWTH if view.growing else 1.0) * view.ttfb_s
-        if in_flight_s <= ahead_s:
-            self._filling = True
-        elif in_flight_s > ahead_s + _AHEAD_SHARE * view.deadline_s:
-            self._filling = False
+        round_trips_s = self._ahead_ttfb * (GROWTH if view.growing else 1.0) * view.ttfb_s
+        ahead = (view.outstanding_bytes / view.rate - round_trips_s) / (_AHEAD_SHARE * view.deadline_s)
+        if not 1.0 < ahead <= 2.0:
+            self._filling = ahead <= 1.0
         return len(view.in_flight) >= _MIN_IN_FLIGHT and not self._filling
 
     # ---------------------------------------------------------------- the base
