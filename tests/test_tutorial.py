@@ -88,14 +88,14 @@ def test_a_policy_that_knows_its_link_beats_the_default(folder):
         f"| `{name}` | {row['ttft_p50_s']:.2f} s | {_plain(row['loss_mean'])} | {row['regret_mean']:.2g} |"
         for name, row in of.items()
     ]
-    claims.append(f"`Leased` wins {default['ttft_p50_s'] - mine['ttft_p50_s']:.1g} s")
+    claims.append(f"`Leased` gains {default['ttft_p50_s'] - mine['ttft_p50_s']:.1g} s")
     words.remove("--no-slow-start")
     of = replayed(words)
     regrets = [of[name]["regret_mean"] for name in ("Leased", "anytime")]
-    claims.append("both wait for slow start: its regret is {:.2g}, that of `anytime` {:.2g}.".format(*regrets))
+    claims.append("both wait for slow start: the regret of `Leased` is {:.2g}, that of `anytime` {:.2g}.".format(*regrets))
     elsewhere = replayed([word.replace("leased.csv", "traces/lte.csv") for word in line("replay leased.csv")])
     regrets = [elsewhere[name]["regret_mean"] for name in ("Leased", "anytime")]
-    claims.append("its regret is {:.1g}, that of `anytime` {:.1g}. And kvabr".format(*regrets))
+    claims.append("the regret of `Leased` is {:.1g}, that of `anytime` {:.1g}. `kvabr.Client".format(*regrets))
     assert not [claim for claim in claims if claim not in SAID]
     assert mine["hit_ratio"] == default["hit_ratio"] == 1.0
 
@@ -104,7 +104,7 @@ def test_plays_that_cannot_be_told_apart(folder, capsys):
     assert main(line("lab traces")) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(r"\./patient\.py:Patient [^A-Za-z]*cheapfirst", out)
-    assert "thirty plays cannot tell the two apart" in SAID
+    assert "thirty plays cannot distinguish them" in SAID
     assert main(line("report")) == 0
 
 
