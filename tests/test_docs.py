@@ -229,7 +229,9 @@ def test_the_readme_has_vllms_figure_from_the_calculator():
     entries = json.loads((ROOT / "docs" / "assets" / "calculator.json").read_text())
     entry = next(entry for entry in entries if entry["name"] == "70B, H200")
     way = next(way for way in entry["ways"] if "vLLM" in way["title"])
-    found = re.search(r"With kvabr in vLLM the first token arrives after ([\d.]+) s over", (ROOT / "README.md").read_text())
+    found = re.search(
+        r"With kvabr in vLLM the first token arrives after ([\d.]+) s over", (ROOT / "README.md").read_text()
+    )
     index = entry["tokens"].index(32768) * len(entry["mbit"]) + entry["mbit"].index(1000)
     assert float(found[1]) == pytest.approx(way["seconds"][index], abs=0.006)
 

@@ -92,7 +92,9 @@ def test_a_policy_that_knows_its_link_beats_the_default(folder):
     words.remove("--no-slow-start")
     of = replayed(words)
     regrets = [of[name]["regret_mean"] for name in ("Leased", "anytime")]
-    claims.append("both wait for slow start: the regret of `Leased` is {:.2g}, that of `anytime` {:.2g}.".format(*regrets))
+    claims.append(
+        "both wait for slow start: the regret of `Leased` is {:.2g}, that of `anytime` {:.2g}.".format(*regrets)
+    )
     elsewhere = replayed([word.replace("leased.csv", "traces/lte.csv") for word in line("replay leased.csv")])
     regrets = [elsewhere[name]["regret_mean"] for name in ("Leased", "anytime")]
     claims.append("the regret of `Leased` is {:.1g}, that of `anytime` {:.1g}. `kvabr.Client".format(*regrets))
