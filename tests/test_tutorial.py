@@ -70,7 +70,7 @@ def test_layers(folder):
     of = replayed(line("replay traces --policy ./patient.py"))
     patient, default = of["Patient"], of["anytime"]
     claims = [
-        f"`Patient` loses about as much as the default, {patient['loss_mean']:.1g} nats per token on average",
+        f"`Patient` has about the same loss as the default, {patient['loss_mean']:.1g} nats per token on average",
         f"and `anytime` {default['loss_mean']:.1g}.",
         f"median TTFT is {patient['ttft_p50_s']:.1f} s, that of `anytime` {default['ttft_p50_s']:.1f} s",
         f"its regret is {patient['regret_mean']:.2g}, that of `anytime` {default['regret_mean']:.2g}",

@@ -4,12 +4,11 @@
     [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x] [--prefill-rate 20000]
 
 The cache of a real text under SmolLM2 is stored through LMCache's engine in each storage, and retrieved over a link of
-the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a lossless proxy, so TCP is at
-its best). Seconds are from `retrieve` until the chunks are in the engine's cache, decoded on this machine's CPU; "link
-s" is the bare transfer time. ``kvabr+AC`` has the model's codec profile, and therefore AC tracks for chunks with a
-known position. KL is that of the next 64 tokens against the exact cache, nats per token. With ``--prefill-rate``
-(tokens per second) kvabr leaves the last chunks to an engine, together with the question; they are computed here for
-the KL, excluded from the seconds. Rows are single runs.
+the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a lossless proxy). Seconds are
+from `retrieve` until the chunks are in the engine's cache, decoded on this machine's CPU; "link s" is the bare transfer
+time. ``kvabr+AC`` has the model's codec profile. KL is that of the next 64 tokens against the exact cache, nats per
+token. With ``--prefill-rate`` (tokens per second) kvabr leaves the last chunks to an engine; the seconds exclude their
+computation. Rows are single runs.
 """
 
 from __future__ import annotations

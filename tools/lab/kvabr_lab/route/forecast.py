@@ -13,9 +13,8 @@ groups; the last token is always computed).
   together, or smaller if that is as fast. It is only a plan, as the player stops where both meet.
 - ``fetch``: the remotely cached part beyond h is fetched, and n - r tokens are prefilled here.
 
-`kvabr.abr.planner` uses a catalog, but ignores queues and remote prefill. With equal knowledge (one track, everything
-cached remotely, idle engines) both agree within 3 %, over five engines and links from a thirtieth to thirty times the
-engine's speed (``tests/lab/route/test_forecast.py``).
+`kvabr.abr.planner` uses a catalog, but ignores queues and remote prefill. With equal knowledge both agree within 3 %
+(``tests/lab/route/test_forecast.py``).
 
 Requests use the link in the order of routing: bytes of earlier requests are sent first.
 """
