@@ -6,6 +6,7 @@ import pytest
 
 from kvabr.abr import Ladder, View
 from kvabr.abr.belief import Belief, LinkBelief
+from kvabr.abr.estimators import LOW_SHARE
 from kvabr.types.errors import PolicyError
 from tests.catalogs import catalog
 
@@ -71,6 +72,6 @@ def test_a_link_that_was_faster_may_recover():
 
 
 @pytest.mark.parametrize("lower", [0.0, 1e9])
-def test_an_estimator_that_knows_no_lower_bound_is_taken_to_be_off_by_half(lower):
+def test_an_estimator_that_knows_no_lower_bound_has_the_usual_one(lower):
     belief = LinkBelief.arrivals(view(1.0, 1e6, lower_bound=lower), 1e6)
-    assert min(belief.rates) == 5e5
+    assert min(belief.rates) == LOW_SHARE * 1e6
