@@ -18,7 +18,7 @@ Quic = Literal["auto", "aioquic", "qh3"]
 TransportChoice = Literal["auto", "quic", "tcp"]
 
 MAX_TOKEN_BYTES = 4096
-MAX_LANES = 16
+MAX_CONNECTIONS = 16
 TOKEN_VARIABLE = "KVABR_TOKEN"  # noqa: S105  # its name
 """Environment variable with a token for peers."""
 
@@ -49,7 +49,7 @@ class PeerOptions:
     """How to connect: ``quic``; ``tcp``, which is QMux over TLS; or ``auto``, TCP where the peer offers it."""
     timeout_s: Annotated[float, Gt(0), Lt(math.inf), Shown("--timeout S")] = 5.0
     """Seconds that connecting may take."""
-    lanes: Annotated[int, Ge(1), Le(MAX_LANES), Shown("--lanes N")] = 1
+    connections: Annotated[int, Ge(1), Le(MAX_CONNECTIONS), Shown("--connections N")] = 1
     """Maximum number of connections to a peer; further ones are opened if they raise the rate. Object stores have their
     own.
     """

@@ -154,7 +154,7 @@ async def test_a_peer_with_several_connections_is_one_peer(large):
 @pytest.mark.process
 async def test_several_connections_of_a_client(asset, tls):
     async with origin(asset.store.folder, tls) as server:
-        how = PeerOptions(transport="tcp", lanes=3, fingerprint=server.fingerprint, timeout_s=300.0)
+        how = PeerOptions(transport="tcp", connections=3, fingerprint=server.fingerprint, timeout_s=300.0)
         async with connect(url_of(server), how) as connection:
             await connection._open()
             assert len(server.peers) == 2
@@ -166,7 +166,7 @@ async def test_several_connections_of_a_client(asset, tls):
             assert connection.stats().bytes_received == sum(sizes)
 
 
-@pytest.mark.parametrize("lanes", [0, -1, 17])
-def test_numbers_of_connections_that_make_no_sense_are_refused(lanes):
+@pytest.mark.parametrize("connections", [0, -1, 17])
+def test_numbers_of_connections_that_make_no_sense_are_refused(connections):
     with pytest.raises(UsageError, match="must be at least 1 and at most 16"):
-        connect("moqt://localhost/", PeerOptions(lanes=lanes))
+        connect("moqt://localhost/", PeerOptions(connections=connections))

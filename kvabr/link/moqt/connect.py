@@ -119,7 +119,7 @@ class MoqtDialler:
         self._options = options
         self._where = f"{options.host}:{options.port}"
         self.names = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
-        self.max_connections = options.how.lanes
+        self.max_connections = options.how.connections
         self._works: Over | None = None
 
     async def dial(self) -> MoqtConnection:
