@@ -123,7 +123,7 @@ def test_what_takes_too_long_is_stopped():
     [
         (("--list",), 0, "catalogs"),
         (("names", "--seconds", "0.1"), 0, "accepted"),
-        (("nothing",), 2, "no target nothing; there are messages"),
+        (("nothing",), 2, "unknown target nothing; choose from messages"),
         (("coder",), 2, "with --guided"),
     ],
 )
