@@ -73,7 +73,7 @@ class ThroughputSampler:
     @property
     def growing(self) -> bool:
         """True if the last sample clearly exceeds the previous one, as in slow start, and the rate of earlier plays."""
-        return (self._ramp_rate or 0.0) > (self._prior_rate or 0.0)
+        return (self._ramp_rate or 0.0) > _RAMP * (self._prior_rate or 0.0)
 
     def estimates(self) -> tuple[float, float, float]:
         """Return the rate and its lower bound in bytes per second, and the time to first byte in seconds."""

@@ -64,7 +64,7 @@ class Anytime(Policy):
         self._settled = 0
         self._ranked: list[tuple[float, int, int]] = []
         """Upgrades as (saving per price, group, track); the first to request is last."""
-        self._over = False
+        self._over, self._filling = False, True
         self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > view.deadline_s
         losses = self._base.loss
         self._largest = deque(sorted(range(view.groups), key=lambda group: (-losses[group], -group)))
@@ -155,9 +155,11 @@ class Anytime(Policy):
         """Return True if the bytes in flight last until data of a new request arrives."""
         if view.rate <= 0:
             return len(view.in_flight) >= first
-        round_trips = self._ahead_ttfb * (GROWTH if view.growing else 1.0)
-        ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
-        return len(view.in_flight) >= _MIN_IN_FLIGHT and view.outstanding_bytes > view.rate * ahead_s
+        round_trips_s = self._ahead_ttfb * (GROWTH if view.growing else 1.0) * view.ttfb_s
+        ahead = (view.outstanding_bytes / view.rate - round_trips_s) / (_AHEAD_SHARE * view.deadline_s)
+        if not 1.0 < ahead <= 2.0:
+            self._filling = ahead <= 1.0
+        return len(view.in_flight) >= _MIN_IN_FLIGHT and not self._filling
 
     # ---------------------------------------------------------------- the base
 
