@@ -16,7 +16,6 @@ longer a link is silent, the more likely it is dead; waiting ends before the eng
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from kvabr.abr.time_planner import UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import MAX_PARTS, View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
-from kvabr.types.loss import INHERITED
+from kvabr.types.loss import inherited_later
 
 _MIN_GAIN = 0.03
 """Minimum relative gain of a new division over the previous one, or over no computing."""
@@ -39,7 +38,8 @@ _SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
 _MIN_PLAY_COST = 1e-6
 """Minimum cost of a play in nats per generated token, so that ratios of costs stay finite."""
 _SETTLED_BEFORE_CALL = 8
-"""Number of groups right before a call that must not have an upgrade in flight: computed groups inherit their loss."""
+"""Number of groups right before a call that must have no upgrade in flight or undecoded: computed groups inherit their
+loss."""
 
 
 Array = npt.NDArray[np.float64]
@@ -76,9 +76,6 @@ class ComputePlanner:
         self._times, self._link, self._suffix = times, link, view.front_first
         self._tokens = [catalog.tokens_before(group) for group in range(view.groups + 1)]
         self._ends = np.array(self._tokens)
-        near = list(accumulate(reversed(view.ladder.tracks[0].loss), initial=0.0))
-        self._near = np.array([sum_ / near[-1] if near[-1] > 0 else 1.0 for sum_ in near])
-        """Fraction of the inherited loss that the n preceding groups cause, by n."""
         self.reserved = range(0)
         """Groups reserved for the engine; they are not requested."""
         self.until_s = 0.0
@@ -277,17 +274,9 @@ class ComputePlanner:
 
     def _inherited(self, view: View, first: int) -> Array:
         """Return the loss that computed groups from ``first`` on inherit from earlier ones, by stop."""
-        groups, before = view.groups, first - 1
-        total = np.zeros(groups - first + 1)
-        while before >= 0 and view.track_of[before] == RECOMPUTED:
-            before -= 1
-        track = view.track_of[before] if before >= 0 else None
-        if track is not None:
-            losses, near = np.array(view.catalog.by_name[track].loss), self._near
-            index = np.arange(first, groups)
-            lossy = near[index] - near[index - before - 1]
-            share = np.divide(lossy, near[index], out=np.zeros(len(index)), where=near[index] > 0)
-            total[1:] = np.cumsum(INHERITED * losses[index] * share)
+        total = np.zeros(view.groups - first + 1)
+        for losses, on in self._times.tracks_before(first):
+            total[1:] += np.cumsum(inherited_later(losses, on))
         return total
 
     # ------------------------------------------------------------------- its calls
@@ -302,8 +291,8 @@ class ComputePlanner:
 
     def _call(self, view: View) -> Decision | None:
         first, stop = self.reserved.start, self._target
-        flying = view.in_flight.groups
-        if first > view.solid or any(group in flying for group in range(first - _SETTLED_BEFORE_CALL, first)):
+        changing = {*view.in_flight.groups, *view.undecoded, *(one.group for one in view.decoding.values())}
+        if first > view.solid or not changing.isdisjoint(range(first - _SETTLED_BEFORE_CALL, first)):
             return None
         if view.track_of[first] is None and first not in view.missing_groups and first < view.edge:
             return None  # the player already left it to the engine

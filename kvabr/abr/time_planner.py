@@ -9,7 +9,7 @@ decoders if the link is faster. A group's options are all tracks above its prese
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -244,6 +244,12 @@ class TimePlanner:
             else:
                 self._unplayed += sign
         self._stay[group] = loss
+
+    def tracks_before(self, group: int) -> Iterator[tuple[Array, npt.NDArray[np.bool_]]]:
+        """Yield the losses on each track that earlier groups are on, and True for each group that is on it."""
+        for number in np.unique(self._state[:group]):
+            if number >= 0:
+                yield self.losses[number], self._state[:group] == number
 
     def cut_at(self, group: int | None) -> None:
         """Set where a suffix engine begins, since it amplifies errors right before; None: it computes nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import compress
@@ -342,6 +342,8 @@ class View:
     """Seconds of decoding queued or running."""
     undecoded: dict[int, int] = field(default_factory=dict)
     """Groups with data that waits for decoding, each with its position in order of arrival."""
+    decoding: Mapping[int, Transfer] = field(default_factory=dict)
+    """Requests whose data is being decoded, by request number."""
     engine_backlog_s: float = 0.0
     """Seconds until the engine has finished all its work."""
     in_flight: InFlight = field(init=False)

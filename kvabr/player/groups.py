@@ -377,7 +377,7 @@ class DecodeQueue:
         self._handed: dict[int, float] = {}
         self._handed_s = 0.0
         self.decoding: dict[int, Transfer] = {}
-        view.undecoded = self._waiting
+        view.undecoded, view.decoding = self._waiting, self.decoding
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

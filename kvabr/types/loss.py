@@ -186,6 +186,24 @@ def inherited_if_rest_computed(catalog: Catalog, name: str) -> npt.NDArray[np.fl
     return found
 
 
+def inherited_later(losses: npt.NDArray[np.float64], on: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Return the loss that each group after the first n inherits if it is computed, from those of the n on one track.
+
+    Args:
+        losses: loss of every group of the prompt on the track.
+        on: True for each of the first n groups that is on the track; the others count as exact.
+    """
+    import numpy as np  # noqa: PLC0415  # slow to load
+
+    groups, first = len(losses), len(on)
+    size = groups + first
+    near = np.append(0.0, np.cumsum(losses[::-1]))[first:groups]
+    nearness = np.fft.irfft(np.fft.rfft(losses, size) * np.fft.rfft(on, size).conj(), size)[1 : groups - first + 1][::-1]
+    shares = np.divide(np.maximum(0.0, nearness), near, out=np.zeros(groups - first), where=near > 0)
+    found: npt.NDArray[np.float64] = INHERITED * losses[first:] * shares
+    return found
+
+
 class _LossyGroups:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
