@@ -198,7 +198,8 @@ class ComputePlanner:
             more = view.time_price * waited_s
             if quiet and computed_s <= view.time_left < computed_s + waited_s:
                 more += MISS_PENALTY  # by then the engine could not meet the deadline
-            waits = 1.0 + more / least
+            never = way.costs[:, [-1 if self._suffix else 0]]  # waiting costs nothing if the network delivers everything
+            waits = np.minimum(1.0 + more / least, never / least)
             waiting = float((shares @ waits)[0])
             if self._suffix:
                 self._waits = (quiet or float(waits.max()) <= _MAX_WAIT_COST) and waiting < float(regret[best])

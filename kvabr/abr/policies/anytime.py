@@ -195,7 +195,8 @@ class Anytime(Policy):
         """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
-        if view.front_first or view.in_order or late:
+        cut = view.front_first and not (least and self._planner is not None and not self._planner.reserved)
+        if cut or view.in_order or late:
             return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
