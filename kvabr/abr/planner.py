@@ -243,7 +243,7 @@ class ComputePlanner:
         )
         begun = (shares.reshape(len(cheapest_after), -1) * np.minimum(way.costs, cheapest_after) / least).sum(axis=0)
         took = way.engine_s - view.engine_backlog_s
-        begun[took < min(self._belief.learns_s or MIN_WAIT_S, float(took[-1]))] = np.inf
+        begun[took < min(MIN_WAIT_S, float(took[-1]))] = np.inf
         best = int(begun.argmin())  # the shortest of equal ones
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 
