@@ -198,13 +198,14 @@ class ComputePlanner:
             more = view.time_price * waited_s
             if quiet and computed_s <= view.time_left < computed_s + waited_s:
                 more += MISS_PENALTY  # by then the engine could not meet the deadline
-            never = way.costs[:, [-1 if self._suffix else 0]]  # waiting costs nothing if the network delivers everything
-            waits = np.minimum(1.0 + more / least, never / least)
-            waiting = float((shares @ waits)[0])
+            waits = 1.0 + more / least
             if self._suffix:
-                self._waits = (quiet or float(waits.max()) <= _MAX_WAIT_COST) and waiting < float(regret[best])
+                short = quiet or float(waits.max()) <= _MAX_WAIT_COST
+                self._waits = short and float((shares @ waits)[0]) < float(regret[best])
             else:
-                self._call_to = self._first_call(view, way, least, shares, waiting)
+                # Waiting costs nothing if the network then delivers everything.
+                waits = np.minimum(waits, way.costs[:, :1] / least)
+                self._call_to = self._first_call(view, way, least, shares, float((shares @ waits)[0]))
         self._network_s = float(way.network_s[best])
         stop = int(way.stops[best])
         play, compute = (-1, 0) if self._suffix else (0, -1)
