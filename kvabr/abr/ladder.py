@@ -6,7 +6,6 @@ budget of bytes.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,40 +87,6 @@ class Ladder:
     def layered_steps(self) -> tuple[LadderStep, ...]:
         """All steps of `layered`, most loss saved per byte first."""
         return rank(self.layered)
-
-    @cached_property
-    def _prices(self) -> tuple[list[float], list[int]]:
-        """Saving per byte of each step in `layered_steps`, and the total bytes up to it; avoids an object per step."""
-        import numpy as np  # noqa: PLC0415  # slow to load
-
-        tracks, groups = self.catalog.tracks, np.arange(self.catalog.groups)
-        layers = {track.name: np.array(track.bytes) for track in tracks}
-        sizes = np.array([sum(layers[layer] for layer in self.stacks[track.name]) for track in tracks])
-        losses = np.array([track.loss for track in tracks], dtype=float)
-        at = np.lexsort((losses, sizes), axis=0)[0]
-        worths, steps = [], []
-        for _ in tracks:  # a hull has fewer corners than there are tracks
-            size, loss = sizes[at, groups], losses[at, groups]
-            more, saved = sizes - size, loss - losses
-            worth = np.divide(saved, more, out=np.zeros_like(losses), where=(more > 0) & (saved > 0))
-            best = worth.max(axis=0)
-            at = np.where(best > 0, np.where(worth == best, sizes, -1).argmax(axis=0), at)
-            worths.append(best)
-            steps.append(sizes[at, groups] - size)
-        worth, step = np.array(worths).T.ravel(), np.array(steps).T.ravel()
-        order = np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
-        return worth[order].tolist(), np.cumsum(step[order]).tolist()
-
-    def price(self, spare: float) -> float:
-        """Return the saving of one more byte, nats per token, if all bytes are spent in the best way; includes layers.
-
-        Infinity if ``spare``, the bytes beyond the cheapest cache, is negative; 0.0 if no loss can be saved.
-        """
-        if spare < 0:
-            return float("inf")
-        worths, spent = self._prices
-        index = bisect_left(spent, spare)
-        return worths[index] if index < len(worths) else 0.0
 
 
 def rank(options: Options) -> tuple[LadderStep, ...]:

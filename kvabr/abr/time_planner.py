@@ -342,21 +342,6 @@ class TimePlanner:
             return math.inf  # a cache above max_loss is not delivered
         return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
 
-    def next_best(self, view: View) -> tuple[int, str, float, float] | None:
-        """Return the upgrade that pays off most as (group, track, saving, price) in nats; None if there is none."""
-        loss = self._loss_if_rest_computed(self._loss, slice(None))
-        savings = np.where(self._moves > 0.0, self._staying() - loss, -UNAVAILABLE_LOSS)
-        if self._cut is not None:
-            savings[:, self._cut :] = -UNAVAILABLE_LOSS
-        seconds = view.ttfb_s + self._bytes / view.rate + self._decode_s[:, None] * self._share
-        prices = view.time_price * seconds
-        gains = savings - prices
-        track, group = np.unravel_index(int(gains.argmax()), gains.shape)
-        saving = float(savings[track, group])
-        if saving <= 0:
-            return None
-        return int(group), self.names[track], saving, float(prices[track, group])
-
     def without(self, group: int, track: str) -> None:
         """Mark a track, and the layers above it, as unavailable for a group, unless already there."""
         if track in self._stacks.get(self._known[group][0] or "", ()):

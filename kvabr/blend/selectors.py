@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch.nn.functional import avg_pool1d
 
-from kvabr.abr.plugins import Registered, load_plugin
 from kvabr.blend.selection import Selection, Selector, by_passage, needed
+from kvabr.types.plugins import Registered, load_plugin
 
 
 class QuestionSelector(Selector):

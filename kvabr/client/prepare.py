@@ -153,7 +153,7 @@ async def prepare(
     for asset in catalog.sources or (catalog,):
         for name, digests in asset.known_digests() if growing is None else growing.known.items():
             call.connection.identify(asset.namespace, name, digests)
-    ladder = await call.in_time(partial(_ladder, wanted))
+    ladder = await call.in_time(partial(Ladder, wanted))
     engine_tokens = end - wanted.first_token - wanted.tokens
     return Prepared(
         ladder, profile, found.sha256, found.limited_by, engine_tokens, cut, offer.tokens, offer.engine_s, growing
@@ -190,12 +190,6 @@ def pays(catalog: Catalog) -> bool:
         return True
     cheapest = min(track.total_bytes for track in catalog.tracks if track.refines is None)
     return catalog.profile_bytes + cheapest < min(t.total_bytes for t in plain.tracks if t.refines is None)
-
-
-def _ladder(catalog: Catalog) -> Ladder:
-    ladder = Ladder(catalog)
-    ladder.price(0.0)
-    return ladder
 
 
 def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: Prior) -> bool:

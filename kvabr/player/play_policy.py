@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any, TypeVar, get_args
 
 from kvabr.abr.estimators import Estimator
-from kvabr.abr.plugins import load_estimator, load_policy, where
+from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policy import Decision, Division, Kind, Policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import PolicyError, UsageError
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.plugins import where
 
 T = TypeVar("T")
 _KINDS = frozenset(get_args(Kind))

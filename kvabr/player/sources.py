@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from kvabr.abr.estimators import Estimator
-from kvabr.abr.plugins import where
 from kvabr.abr.view import InFlight, Transfer, View
 from kvabr.player.requests import MIN_SILENCE_S
 from kvabr.types.errors import PolicyError
 from kvabr.types.events import Limit
+from kvabr.types.plugins import where
 
 _MIN_SHARE = 1 / 400
 """Minimum length of a sample, as a fraction of the deadline; shorter samples are merged."""

@@ -51,15 +51,6 @@ def test_a_rate_is_known_once_it_has_held():
     for step in range(1, 40):
         belief = link.look(view(0.05 * step, 5e6, ttfb_s=0.02), saved=True)
     assert (belief.state, belief.rates, belief.learns_s) == ("known", (5e6,), 0.0)
-    assert 0.0 < link.held_since_s < 0.2
-    link.look(view(3.0, 5e7, ttfb_s=0.02), saved=True)
-    assert link.held_since_s == 3.0
-
-
-def test_a_rate_of_earlier_plays_has_held_for_long():
-    link = LinkBelief()
-    link.look(view(0.0, 5e6, ttfb_s=0.02, prior_rate=5e6), saved=True)
-    assert link.held_since_s == -math.inf
 
 
 def test_a_link_that_was_faster_may_recover():

@@ -1,10 +1,7 @@
 """The groups that an engine with spare time computes, and the prices of bytes and of its time."""
 
 import math
-import random
-from bisect import bisect_left
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -172,33 +169,3 @@ def test_a_prefix_is_cut_in_front_of_what_came_before_the_link_was_known_to_be_s
     assert play.run["track_tokens"] == {"recomputed": offer.tokens}
     assert play.run["bytes_wasted"] == play.run["bytes_fetched"]
     assert play.run["ttft_s"] < 1.1 * cost.seconds(0, offer.tokens)
-
-
-GROUPS = 20
-
-
-def drawn(seed, *, layered):
-    """A catalog of groups that differ in everything; many options are useless, equal, or on one line."""
-    dice, offer = random.Random(seed), catalog(GROUPS, layered=layered)
-    return replace(
-        offer,
-        tracks=tuple(
-            replace(
-                track,
-                bytes=tuple(dice.randrange(1, 30) for _ in range(GROUPS)),
-                loss=tuple(dice.choice([0.0, 0.125, 0.25, 0.5, dice.random()]) for _ in range(GROUPS)),
-            )
-            for track in offer.tracks
-        ),
-    )
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_price_of_a_byte_is_that_of_the_step_that_would_be_next(seed):
-    ladder = Ladder(drawn(seed, layered=bool(seed % 2)))
-    steps = ladder.layered_steps
-    spent = list(accumulate(step.bytes for step in steps))
-    for spare in range(spent[-1] + 2):
-        index = bisect_left(spent, spare)
-        assert ladder.price(spare) == pytest.approx(steps[index].worth if index < len(steps) else 0.0)
-    assert ladder.price(-1) == float("inf")

@@ -4,8 +4,8 @@ import pytest
 
 from kvabr.abr import Estimator, Policy
 from kvabr.abr.plugins import estimators, load_estimator, load_policy, policies, policy_class
-from kvabr.abr.policy import declared
 from kvabr.types.errors import PolicyError
+from kvabr.types.parameters import declared
 from tests.lab.matrices import tuned
 
 

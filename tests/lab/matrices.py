@@ -8,7 +8,7 @@ from tests.replay.worlds import worlds
 
 TUNED = """
 from kvabr.abr import Decision, Policy
-from kvabr.abr.policy import Parameter
+from kvabr.types.parameters import Parameter
 
 
 class Mine(Policy):

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvabr.abr.belief import GROWTH, RATE_TOLERANCE, RECOVERED, SLOW, TIME_TOLERANCE, LinkBelief
 from kvabr.abr.estimators import LOW_SHARE
-from kvabr.abr.policy import Decision, Division, Parameter, Policy
+from kvabr.abr.policy import Decision, Division, Policy
 from kvabr.abr.view import View
+from kvabr.types.parameters import Parameter
 
 if TYPE_CHECKING:
     from kvabr.abr.planner import ComputePlanner
@@ -195,8 +196,8 @@ class Anytime(Policy):
         """
         missing = view.missing_groups
         late = view.rate > 0 and not view.growing and view.slack_s() < 0
-        cut = view.front_first and not (least and self._planner is not None and not self._planner.reserved)
-        if cut or view.in_order or late:
+        whole = least and self._planner is not None and not self._planner.reserved
+        if (view.front_first and not whole) or view.in_order or late:
             return next(iter(missing))  # only groups before the first missing one are usable at the deadline
         if self._planner is not None and self._planner.advances:
             return next(reversed(missing))  # the engine computes from the front
@@ -243,11 +244,7 @@ class Anytime(Policy):
     def _end(self, view: View) -> Decision:
         if not view.in_flight:
             self._over = True
-            if (found := self._times.next_best(view) if view.rate > 0 else None) is None:
-                return Decision.finish("no group can be improved")
-            group, track, saving, price = found
-            what = f"{track} of group {group} would save {saving:.1e} nats, and waiting for it would cost {price:.1e}"
-            return Decision.finish(f"no upgrade is worth the wait: {what}")
+            return Decision.finish("no upgrade is worth the wait")
         if not view.arrived:
             return Decision.wait("the missing groups are on their way")
         saves = self._saved_in_flight(view)

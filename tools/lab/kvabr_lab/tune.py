@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvabr.abr.plugins import policy_class
-from kvabr.abr.policy import Parameter, declared, parse, spell
 from kvabr.types.errors import UsageError
+from kvabr.types.parameters import Parameter, declared, parse, spell
 from kvabr_lab.matrix import LabMatrix
 from kvabr_lab.paired import Bootstrap, Interval
 from kvabr_lab.results_folder import Line, PlayStore

@@ -23,7 +23,7 @@ examples:
 
 A policy declares its parameters, and takes them as keyword arguments:
 
-  from kvabr.abr.policy import Parameter
+  from kvabr.types.parameters import Parameter
 
   class Mine(Policy):
       parameters = {"caution": Parameter(0.2, 1.0, 0.7), "reach": Parameter(0.01, 1.0, 0.1, log=True)}

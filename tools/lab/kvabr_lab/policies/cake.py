@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from kvabr.abr.policies.fixed import check_alone
-from kvabr.abr.policy import Decision, Parameter, Policy
+from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
+from kvabr.types.parameters import Parameter
 
 _FLYING = 2
 _AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02

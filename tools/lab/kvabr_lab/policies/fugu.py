@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import ClassVar
 
-from kvabr.abr.policy import Decision, FrontToBack, Parameter
+from kvabr.abr.policy import Decision, FrontToBack
 from kvabr.abr.view import View
+from kvabr.types.parameters import Parameter
 
 _HORIZON = 5
 _CELLS = 32

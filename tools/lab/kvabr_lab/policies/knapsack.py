@@ -13,8 +13,9 @@ from heapq import heappop, heappush
 from typing import ClassVar
 
 from kvabr.abr.ladder import LadderStep, spend
-from kvabr.abr.policy import Decision, FrontToBack, Parameter, Policy
+from kvabr.abr.policy import Decision, FrontToBack, Policy
 from kvabr.abr.view import View
+from kvabr.types.parameters import Parameter
 
 
 class Budget(FrontToBack):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from kvabr.abr.policy import Decision, FrontToBack, Parameter
+from kvabr.abr.policy import Decision, FrontToBack
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
+from kvabr.types.parameters import Parameter
 
 _CANDIDATES = 3
 """Number of tracks, those of the highest compression ratio, that are compared by latency."""

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
-from kvabr.abr.policy import Decision, FrontToBack, Parameter
+from kvabr.abr.policy import Decision, FrontToBack
 from kvabr.abr.view import View
+from kvabr.types.parameters import Parameter
 
 
 class Timeline:
