@@ -1,9 +1,8 @@
 """Cost and duration of divisions of a play's work between network and engine.
 
 All divisions are computed together, as arrays by choice and stop: for each group at which the engine may stop, several
-choices of tracks for the network. Players change their plans during a play, so mixtures of two choices count as well,
-if link and decoders are done at the same time or the mixture just meets the deadline. Without mixtures, the network
-would look slower than it is.
+choices of tracks for the network. Players change their plans during a play, so mixtures of two choices that just meet
+the deadline count as well.
 """
 
 from __future__ import annotations
@@ -130,20 +129,6 @@ def better(one: Divisions, other: Divisions) -> Divisions:
     """Return the cheaper of two divisions, element by element."""
     cheaper = one.objective < other.objective
     return Divisions(*(np.where(cheaper, *pair) for pair in zip(one, other, strict=True)))
-
-
-def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> Array:
-    """Add mixtures of the choices at two neighbouring prices, in which link and decoders are done at the same time.
-
-    Args:
-        sums: work, bytes and loss of the choices, by price and stop in the last two dimensions.
-        ahead_s: seconds by which the link is done before the decoders, by price and stop.
-        first: indices of prices whose successor has the same time price and another link share.
-    """
-    one, other = ahead_s[first], ahead_s[first + 1]
-    part = np.divide(one, one - other, out=np.zeros_like(one), where=one * other < 0)
-    from_sums = sums[:, first]
-    return np.concatenate([sums, from_sums + part * (sums[:, first + 1] - from_sums)], axis=1)
 
 
 def _lost_at(limit_s: Array, ends_s: Array, lost: Array, objective: Array) -> Array:

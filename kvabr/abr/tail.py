@@ -178,12 +178,7 @@ def tail_costs(
     for offer in offers:
         ways = (
             offer.objective(
-                one,
-                left_s,
-                time_price=time_price,
-                gpu_price=gpu_price,
-                decoders=decoders,
-                computed_s=computed_s,
+                one, left_s, time_price=time_price, gpu_price=gpu_price, decoders=decoders, computed_s=computed_s
             )
             for one in rates
         )

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvabr.abr.belief import Belief
-from kvabr.abr.shared_work import Divisions, SharedWork, better, with_mixtures
+from kvabr.abr.shared_work import Divisions, SharedWork, better
 from kvabr.abr.view import MAX_PARTS, Transfer, View, excess
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_computed
@@ -543,9 +543,6 @@ class TimePlanner:
                 on = picked.tracks[:, None] == used[:, None]
                 parts = work.brought(np.array((on * picked.loss[:, None], on * fixed.counts)))
                 sums[2] = (parts * with_rest[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
-            if not view.decodes_last:
-                ahead_s = queue_s + sums[0] - work.carried_s(sums[1] + flying)
-                sums = with_mixtures(sums, ahead_s, np.flatnonzero(decoding[1:] > decoding[:-1]))
             works, nbytes, lost = sums
             network_s = work.network_s(works, nbytes, flying, queue_s)
             network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, S
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import Catalog, Track
@@ -102,7 +102,6 @@ class GroupSet(MutableSet[int]):
         return self._sums[name]
 
 
-T = TypeVar("T")
 MAX_PARTS = 64
 """Maximum number of parts into which a decision divides a long prompt; more groups are scanned less often."""
 
@@ -170,13 +169,11 @@ class InFlight(dict[int, Transfer]):
     def __delitem__(self, request: int) -> None:
         self.pop(request)
 
-    def pop(self, request: int, *default: T) -> Transfer | T:
-        if request in self:
-            transfer = super().pop(request)
+    def pop(self, request: int, default: None = None) -> Transfer | None:  # type: ignore[override]  # None, not an error
+        if (transfer := super().pop(request, default)) is not None:
             del (self.upgrades if transfer.upgrade else self.required)[request]
             self._count(transfer, -1)
-            return transfer
-        return super().pop(request, *default)
+        return transfer
 
     def clear(self) -> None:
         super().clear()
