@@ -92,6 +92,9 @@ class LinkBelief:
         """Highest rate measured so far, bytes per second."""
         self.fast_s = 0.0
         """When the link last had about this rate, in seconds since the play began."""
+        self.held_since_s = self._held_rate = 0.0
+        """Since when the rate has stayed within a factor of 2, and that rate; minus infinity for a rate of earlier
+        plays."""
 
     def look(self, view: View, *, saved: bool) -> Belief:
         """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
@@ -101,6 +104,8 @@ class LinkBelief:
         self._silent = self._silent or silent
         if not at_prior and view.rate >= SLOW * self.best_rate:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
+        if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or growing:
+            self.held_since_s, self._held_rate = -math.inf if at_prior else view.now, view.rate
         slow = view.rate < SLOW * self.best_rate
         found = self._alive(view, growing=growing, at_prior=at_prior, slow=slow)
         if silent and saved:

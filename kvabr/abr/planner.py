@@ -33,6 +33,8 @@ _MIN_GAIN = 0.03
 """Minimum relative gain of a new division over the previous one, or over no computing."""
 _MAX_WAIT_COST = 1.05
 """Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
+_SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
+"""Factor by which the link may suddenly become faster, and the maximum probability of that during a call."""
 _MIN_PLAY_COST = 1e-6
 """Minimum cost of a play in nats per generated token, so that ratios of costs stay finite."""
 _SETTLED_BEFORE_CALL = 8
@@ -232,15 +234,15 @@ class ComputePlanner:
         """Return the group at which the next call ends; if no call should start, its first group.
 
         Calls are often short, because later ones are decided with a better rate. ``way`` has the costs by rate and
-        stop, ``least`` their minimum by rate, ``shares`` the weight of each rate. ``waiting`` is the cost of waiting
-        for a better rate, as a multiple of the least cost.
+        stop, ``least`` their minimum by rate. ``shares`` has the weight of each rate, or of each rate and stop.
+        ``waiting`` is the cost of waiting for a better rate, as a multiple of the least cost.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
         cheapest_after = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
         cheapest_after = np.concatenate(
             [cheapest_after[:, 1:] + again, np.full((len(cheapest_after), 1), np.inf)], axis=1
         )
-        begun = shares @ (np.minimum(way.costs, cheapest_after) / least)
+        begun = (shares.reshape(len(cheapest_after), -1) * np.minimum(way.costs, cheapest_after) / least).sum(axis=0)
         took = way.engine_s - view.engine_backlog_s
         begun[took < min(MIN_WAIT_S, float(took[-1]))] = np.inf
         best = int(begun.argmin())  # the shortest of equal ones
@@ -304,6 +306,16 @@ class ComputePlanner:
         last = stop
         if self._call_to is not None:
             last = min(stop, self._call_to) if self._belief.state not in {"unknown", "growing"} else self._call_to
+        elif view.rate > 0 and stop > first:
+            # The link may turn much faster, and a call cannot be stopped. The longer a rate has held, the less likely.
+            arrivals = self._link.arrivals(view, self._belief.rates[-1])
+            way = self._ways(view, first, [*arrivals.rates, _SPEED_UP * arrivals.rates[-1]], self._belief.ramp)
+            count = 1 + int(np.searchsorted(way.stops, stop))
+            way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
+            held_s = max(MIN_WAIT_S, view.now - self._link.held_since_s)
+            faster = _SPEED_UP_WEIGHT * (1.0 - (1.0 + way.engine_s / held_s) ** -2)
+            shares = np.vstack([np.outer(arrivals.weights, 1.0 - faster), faster])
+            last = self._first_call(view, way, np.ones((len(shares), 1)), shares, math.inf)
         if last <= first:
             return None
         if self._call_s(view, first, last) > view.time_left:
