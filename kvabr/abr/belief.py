@@ -4,7 +4,7 @@ It combines samples (an estimator's rate and spread), earlier plays on the path,
 
 - For an unknown link, rates spread over three orders of magnitude around the rate that the deadline needs.
 - In slow start, rates up to the present one are excluded.
-- The rate of earlier plays loses weight the longer slow start takes to reach it.
+- The rate of earlier plays is assumed to be reached within a factor of `LOW_SHARE`.
 - A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
 - Otherwise the belief is the estimate.
 """
@@ -31,10 +31,8 @@ _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """Possible rates in slow start, as multiples of the rate so far, and their weights."""
 GROWTH = 2.0
 """Minimum mean rate until the deadline in slow start, as a multiple of the present rate."""
-_SLOWER_SHARE, _MIN_SLOWER_SHARE = 0.7, 0.03
-"""Slower alternative to the rate of earlier plays, as a fraction of it: initial and minimum."""
-_LATE_START_FACTOR = 1.5
-"""Multiple of the usual duration of slow start after which the weight of that rate falls."""
+_STALLED_SHARE = 0.03
+"""Rate of a link that has stopped, as a fraction of its best rate."""
 _GROWTH_ROUNDS, _MIN_GROWTH = 1.5, 1.3
 """A link is in slow start if its rate grew by the factor `_MIN_GROWTH` within `_GROWTH_ROUNDS` times to first byte."""
 MIN_WAIT_S = 0.02
@@ -100,7 +98,8 @@ class LinkBelief:
         """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
         growing, at_prior = self._grows(view), 0.0 < view.rate == self._prior_rate
         answered = self.best_rate > 0 or view.in_flight.receiving or view.settled.history
-        silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * self._measured_s(view)
+        first_s = max(view.ttfb_s or UNKNOWN_TTFB_S, SLOT_SHARE * view.deadline_s)
+        silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * first_s
         self._silent = self._silent or silent
         if not at_prior and view.rate >= SLOW * self.best_rate:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
@@ -141,28 +140,27 @@ class LinkBelief:
         if not view.growing:
             return rate
         round_s = view.ttfb_s or UNKNOWN_TTFB_S
-        most = LinkBelief._doubt(view, view.prior_rate) * view.prior_rate
-        rounds, grows = max(view.time_left, round_s) / round_s, math.log2(max(most / rate, 1.0))
+        rounds = max(view.time_left, round_s) / round_s
+        grows = math.log2(max(LOW_SHARE * view.prior_rate / rate, 1.0))
         doubled = min(rounds, grows)
         mean = rate * (math.exp2(doubled) - 1.0) / math.log(2.0) + (rounds - doubled) * rate * math.exp2(doubled)
         return max(GROWTH * rate, mean / rounds)
 
     def _alive(self, view: View, *, growing: bool, at_prior: bool, slow: bool) -> Belief:
         if slow:  # it may be slow only for a moment
-            return Belief.of((view.rate or _MIN_SLOWER_SHARE * self.best_rate, RECOVERED * self.best_rate))
+            return Belief.of((view.rate or _STALLED_SHARE * self.best_rate, RECOVERED * self.best_rate))
         if view.ttfb_s > 0:  # after an outage, this says little about the round trip
             self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._silent else view.ttfb_s)
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
         if view.rate > 0 and not growing:
             if not at_prior:
                 return Belief.of((view.rate,))
-            less = self._doubt(view, view.rate)
             ramp = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s, round_s
-            return Belief.of((less * view.rate, view.rate))._replace(ramp=ramp, state="prior")
+            return Belief.of((LOW_SHARE * view.rate, view.rate))._replace(ramp=ramp, state="prior")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
         if view.prior_rate > view.rate:  # too fast for an initial estimate, but reachable by slow start
-            found = Belief.of((max(self._doubt(view, view.prior_rate) * view.prior_rate, view.rate), view.prior_rate))
+            found = Belief.of((max(LOW_SHARE * view.prior_rate, view.rate), view.prior_rate))
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is assumed to carry the base in time.
         left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
@@ -171,18 +169,6 @@ class LinkBelief:
         return Belief.of((max(least, low), max(least, high, GROWTH * view.rate)))._replace(
             ramp=(begins, round_s), state=state
         )
-
-    @staticmethod
-    def _measured_s(view: View) -> float:
-        return max(view.ttfb_s or UNKNOWN_TTFB_S, SLOT_SHARE * view.deadline_s)
-
-    @staticmethod
-    def _doubt(view: View, prior_rate: float) -> float:
-        """Return the rate of a slower link as a fraction of the earlier rate; it falls if slow start is late."""
-        round_s = view.ttfb_s or UNKNOWN_TTFB_S
-        due = math.log2(max(1.0, prior_rate * round_s / WINDOW))
-        late = _LATE_START_FACTOR * due - view.now / LinkBelief._measured_s(view)
-        return min(_SLOWER_SHARE, max(_MIN_SLOWER_SHARE, math.exp2(min(0.0, late))))
 
     def _grows(self, view: View) -> bool:
         """Return True if the link may be in slow start: its rate grew during the last round trip, or is unknown."""
