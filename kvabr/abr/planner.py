@@ -316,24 +316,10 @@ class ComputePlanner:
             faster = _SPEED_UP_WEIGHT * (1.0 - (1.0 + way.engine_s / held_s) ** -2)
             shares = np.vstack([np.outer(arrivals.weights, 1.0 - faster), faster])
             last = self._first_call(view, way, np.ones((len(shares), 1)), shares, math.inf)
-        if last <= first:
-            return None
-        if self._call_s(view, first, last) > view.time_left:
-            last = self._within(view, first, last, view.time_left)
-            if self._call_s(view, first, last) > view.time_left:
-                return None
-        return last
-
-    def _within(self, view: View, first: int, stop: int, seconds: float) -> int:
-        """Return the end of the longest call that fits into ``seconds``, at least one group."""
-        low, high = first + 1, stop
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._call_s(view, first, middle) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        assert view.cost is not None  # noqa: S101  # see `plan`
+        took = view.cost.seconds_many(self._ends[first], self._ends[first + 1 : last + 1] - self._ends[first])
+        fits = np.flatnonzero(took <= view.time_left)
+        return first + 1 + int(fits[-1]) if fits.size else None
 
     def rest(self, view: View, *, idle: bool = False) -> Decision | None:
         """In suffix mode, let the engine compute the rest, or cut the play, once the best prefix is in place.
