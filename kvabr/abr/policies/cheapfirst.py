@@ -11,6 +11,9 @@ from typing import ClassVar, NamedTuple
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 
+_MIN_SAVING = 1e-4
+"""Minimum total saving of upgrades, in nats per token; less is not noticeable."""
+
 
 class _Upgrade(NamedTuple):
     worth: float
@@ -32,8 +35,8 @@ class CheapFirst(Policy):
         self._known: dict[tuple[int, str], list[_Upgrade]] = {}
         self._ranked: list[tuple[float, int, int, _Upgrade]] = []
         """Upgrades as (saving per byte, minus order, group, upgrade), the best last."""
-        self._ranked_for = 0
-        """Number of further decisions that reuse the ranking, see `View.keeps`."""
+        self._ranked_for, self._saving = 0, 0.0
+        """Number of further decisions that reuse the ranking, see `View.keeps`; and the total of the best savings."""
 
     def decide(self, view: View) -> Decision:
         group = view.first_missing()
@@ -46,6 +49,8 @@ class CheapFirst(Policy):
         self._ranked_for -= 1
         if self._ranked_for <= 0:
             self._rank(view)
+        if self._saving < _MIN_SAVING:
+            return Decision.wait(f"upgrades could save only {self._saving:.1e} nats")
         while self._ranked:
             _, _, group, best = self._ranked.pop()
             in_time = best.bytes + view.rate * best.decode_s <= budget
@@ -55,12 +60,14 @@ class CheapFirst(Policy):
         return Decision.wait("no upgrade would arrive in time")
 
     def _rank(self, view: View) -> None:
-        self._ranked, self._ranked_for = [], view.keeps
+        self._ranked, self._ranked_for, self._saving = [], view.keeps, 0.0
         for order, group in enumerate(view.settled):
             offers = self._offers(view, group)
             if view.unavailable:
                 offers = [offer for offer in offers if (group, offer.track) not in view.unavailable]
-            self._ranked += [(offer.worth, -order, group, offer) for offer in offers]
+            if offers:
+                self._saving += offers[0].saving
+                self._ranked += [(offer.worth, -order, group, offer) for offer in offers]
         self._ranked.sort()
 
     def _offers(self, view: View, group: int) -> list[_Upgrade]:

@@ -7,14 +7,13 @@ to better tracks in the order of loss saved per byte, which is within one step o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from kvabr.abr.ladder import LadderStep, spend
 from kvabr.abr.policy import Decision, FrontToBack
 from kvabr.abr.view import View
-
-_HORIZON = 5
-"""Number of groups planned ahead."""
+from kvabr.types.parameters import Parameter
 
 
 class Mpc(FrontToBack):
@@ -22,6 +21,11 @@ class Mpc(FrontToBack):
 
     name: ClassVar[str] = "mpc"
     estimator: ClassVar[str] = "harmonic"
+    parameters: ClassVar[Mapping[str, Parameter]] = {"horizon": Parameter(1.0, 64.0, 5.0, log=True)}
+
+    def __init__(self, *, horizon: float = 5.0) -> None:
+        """``horizon``: number of groups planned ahead."""
+        self._horizon = round(horizon)
 
     def start(self, view: View) -> None:
         self._steps: dict[int, list[LadderStep]] = {}
@@ -30,7 +34,7 @@ class Mpc(FrontToBack):
 
     def choose(self, view: View, group: int) -> Decision:
         missing = view.missing_groups
-        ahead = missing.firsts(_HORIZON)
+        ahead = missing.firsts(self._horizon)
         budget = view.budget_bytes(view.lower_bound, view.last_decode_s(view.ladder.cheapest))
         budget *= len(ahead) / len(missing)
         steps = sorted((step for each in ahead for step in self._steps.get(each, ())), key=lambda step: -step.worth)
