@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 _MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
-_AHEAD_SHARE = 0.01
-"""Duration of the bytes in flight, in addition to round trips, as a fraction of the deadline."""
+_MIN_AHEAD_SHARE, _MAX_AHEAD_SHARE = 0.01, 0.015
+"""Duration of the bytes in flight, in addition to round trips, as a fraction of the deadline. Below the minimum, requests
+are sent up to the maximum, as neighbours in a burst share a range of an object store."""
 
 
 class Anytime(Policy):
@@ -157,9 +158,9 @@ class Anytime(Policy):
         if view.rate <= 0:
             return len(view.in_flight) >= first
         round_trips_s = self._ahead_ttfb * (GROWTH if view.growing else 1.0) * view.ttfb_s
-        ahead = (view.outstanding_bytes / view.rate - round_trips_s) / (_AHEAD_SHARE * view.deadline_s)
-        if not 1.0 < ahead <= 2.0:
-            self._filling = ahead <= 1.0
+        ahead = (view.outstanding_bytes / view.rate - round_trips_s) / view.deadline_s
+        if not _MIN_AHEAD_SHARE < ahead <= _MAX_AHEAD_SHARE:
+            self._filling = ahead <= _MIN_AHEAD_SHARE
         return len(view.in_flight) >= _MIN_IN_FLIGHT and not self._filling
 
     # ---------------------------------------------------------------- the base
