@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
 _MIN_AHEAD_SHARE, _MAX_AHEAD_SHARE = 0.01, 0.015
-"""Duration of the bytes in flight, in addition to round trips, as a fraction of the deadline. Below the minimum, requests
-are sent up to the maximum, as neighbours in a burst share a range of an object store."""
+"""Duration of the bytes in flight, in addition to round trips, as a fraction of the deadline. Below the minimum, a burst
+of requests fills up to the maximum: neighbours in it share a range of an object store."""
 
 
 class Anytime(Policy):
