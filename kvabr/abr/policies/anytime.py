@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _MIN_IN_FLIGHT = 2
 """Minimum number of requests in flight; one would leave the link idle between events."""
 _MIN_AHEAD_SHARE, _MAX_AHEAD_SHARE = 0.01, 0.015
-"""Duration of the bytes in flight, in addition to round trips, as a fraction of the deadline. Below the minimum, a burst
-of requests fills up to the maximum: neighbours in it share a range of an object store."""
+"""Minimum duration of the bytes in flight, in addition to round trips, as a fraction of the deadline; and the duration
+that a burst of requests then fills: neighbours in it share a range of an object store."""
 
 
 class Anytime(Policy):
