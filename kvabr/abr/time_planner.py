@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -357,10 +358,8 @@ class TimePlanner:
         engine is done with these and its current work. The plan gains nothing by ending sooner.
         """
         price = max(view.time_price, _MIN_TIME_PRICE)
-        share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
-        free = _FINER_LEVELS if computed_s > 0 else self._finer(view)  # until the engine is done, time costs nothing
-        for more in (*_DEADLINE_LEVELS, *free):
-            share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), more))
+        # Until the engine is done, time costs nothing.
+        share, level = _prices(_FINER_LEVELS if computed_s > 0 else self._finer(view))
         loss = self._loss_if_rest_computed(self._loss, slice(None))
         now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
         picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now)
@@ -555,6 +554,14 @@ class TimePlanner:
             least = max(view.time_price, _MIN_TIME_PRICE)
             found = better(divided([(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found
+
+
+@cache
+def _prices(finer: tuple[float, ...]) -> tuple[Array, Array]:
+    """Return the link's fraction of each time price to try, and the price as a multiple of the usual one."""
+    levels = (*_DEADLINE_LEVELS, *finer)
+    share = np.append(_LINK_SHARES, np.tile(_FEW_SHARES, len(levels)))
+    return share, np.append(np.ones(len(_LINK_SHARES)), np.repeat(levels, len(_FEW_SHARES)))
 
 
 def _rounded(values: Array, factor: float) -> Array:

@@ -63,7 +63,6 @@ class Anytime(Policy):
         self._plan: TimePlan | None = None
         self._planned: tuple[object, ...] = ()
         self._planned_rate = self._planned_s = 0.0
-        self._settled = 0
         self._ranked: list[tuple[float, int, int]] = []
         """Upgrades as (saving per price, group, track); the first to request is last."""
         self._over, self._filling = False, True
@@ -129,13 +128,12 @@ class Anytime(Policy):
             bool(computed),
             ((computed.start if view.front_first else computed.stop) // (view.keeps + 1)),
         )
-        plan, settled = self._plan, len(view.settled.history)
+        plan = self._plan
         if (
             plan is None
             or case != self._planned
             or abs(view.rate - self._planned_rate) > RATE_TOLERANCE * self._planned_rate
             or view.now - self._planned_s > TIME_TOLERANCE * view.deadline_s
-            or (settled - self._settled > view.keeps and not view.missing_groups)
         ):
             rate = view.rate or self._link.best_rate * RECOVERED
             if rate <= 0:  # between published groups the link is idle and free to try
@@ -149,7 +147,6 @@ class Anytime(Policy):
             plan = self._times.plan(view, self._link.grown(view, rate), computed, computed_s)
             self._plan, self._planned, self._over = plan, case, False
             self._planned_rate, self._planned_s = view.rate, view.now
-            self._settled = settled
             self._ranked = self._times.rank(view, plan, self._link.arrivals(view, rate), computed)
         return plan
 
