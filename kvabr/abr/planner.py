@@ -113,8 +113,7 @@ class ComputePlanner:
             # The rest may now be best left to the engine.
             arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > arrivals
             idle = view.engine_backlog_s <= 0 and not self._suffix
-            same = same and (self._suffix or front == (first, self._exact(view)))
-            if (same and not arrived) or (self._holds > 0 and not idle):
+            if (same and front == (first, self._exact(view)) and not arrived) or (self._holds > 0 and not idle):
                 return
         self._holds = view.keeps
         self._planned = (first, self._exact(view)), view.rate, view.now, len(view.settled.history)
