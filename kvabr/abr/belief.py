@@ -116,7 +116,7 @@ class LinkBelief:
             # The longer the wait so far, the longer it will last.
             since_s = view.now - self.fast_s if slow else 0.0 if growing and not silent else view.now
             learns_s = max(MIN_WAIT_S if view.ttfb_s > 0 else UNKNOWN_TTFB_S, view.ttfb_s, since_s)
-            if found.ramp is not None:
+            if found.ramp is not None:  # slow start must exclude the lower rate
                 begins, round_s = found.ramp
                 learns_s = max(learns_s, round_s * math.log2(found.rates[0] / begins))
             found = found._replace(learns_s=learns_s)
