@@ -63,6 +63,7 @@ class Anytime(Policy):
         self._plan: TimePlan | None = None
         self._planned: tuple[object, ...] = ()
         self._planned_rate = self._planned_s = 0.0
+        self._settled = 0
         self._ranked: list[tuple[float, int, int]] = []
         """Upgrades as (saving per price, group, track); the first to request is last."""
         self._over, self._filling = False, True
@@ -128,12 +129,13 @@ class Anytime(Policy):
             bool(computed),
             ((computed.start if view.front_first else computed.stop) // (view.keeps + 1)),
         )
-        plan = self._plan
+        plan, settled = self._plan, len(view.settled.history)
         if (
             plan is None
             or case != self._planned
             or abs(view.rate - self._planned_rate) > RATE_TOLERANCE * self._planned_rate
             or view.now - self._planned_s > TIME_TOLERANCE * view.deadline_s
+            or (not self._ranked and settled - self._settled > view.keeps and not view.missing_groups)
         ):
             rate = view.rate or self._link.best_rate * RECOVERED
             if rate <= 0:  # between published groups the link is idle and free to try
@@ -146,7 +148,7 @@ class Anytime(Policy):
             self._times.cut_at(computed.start if view.front_first and computed else None)
             plan = self._times.plan(view, self._link.grown(view, rate), computed, computed_s)
             self._plan, self._planned, self._over = plan, case, False
-            self._planned_rate, self._planned_s = view.rate, view.now
+            self._planned_rate, self._planned_s, self._settled = view.rate, view.now, settled
             self._ranked = self._times.rank(view, plan, self._link.arrivals(view, rate), computed)
         return plan
 
