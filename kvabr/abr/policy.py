@@ -1,4 +1,4 @@
-"""The contract of an ABR policy, and its tunable parameters. A policy decides the next request and gives a reason.
+"""The contract of an ABR policy: it decides the next request and gives a reason.
 
 The smallest policy is one method::
 
@@ -10,8 +10,8 @@ The smallest policy is one method::
             share = view.budget_bytes(view.lower_bound) / len(view.missing)
             return Decision.fetch(group, view.best_track(group, share), f"{share:.0f} bytes a group")
 
-A tunable policy declares its parameters and accepts each as a keyword argument with the same default. `kvabr tune`
-searches them::
+A tunable policy declares its parameters (`kvabr.types.parameters`) and accepts each as a keyword argument with the same
+default. `kvabr tune` searches them::
 
     class Mine(Policy):
         parameters = {"caution": Parameter(0.2, 1.0, 0.7)}

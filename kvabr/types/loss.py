@@ -198,10 +198,9 @@ def inherited_later(losses: npt.NDArray[np.float64], on: npt.NDArray[np.bool_]) 
     groups, first = len(losses), len(on)
     size = groups + first
     near = np.append(0.0, np.cumsum(losses[::-1]))[first:groups]
-    nearness = np.fft.irfft(np.fft.rfft(losses, size) * np.fft.rfft(on, size).conj(), size)[1 : groups - first + 1][
-        ::-1
-    ]
-    shares = np.divide(np.maximum(0.0, nearness), near, out=np.zeros(groups - first), where=near > 0)
+    correlated = np.fft.irfft(np.fft.rfft(losses, size) * np.fft.rfft(on, size).conj(), size)
+    nearness = np.maximum(0.0, correlated[1 : groups - first + 1][::-1])
+    shares = np.divide(nearness, near, out=np.zeros(groups - first), where=near > 0)
     found: npt.NDArray[np.float64] = INHERITED * losses[first:] * shares
     return found
 

@@ -169,3 +169,16 @@ def test_a_prefix_is_cut_in_front_of_what_came_before_the_link_was_known_to_be_s
     assert play.run["track_tokens"] == {"recomputed": offer.tokens}
     assert play.run["bytes_wasted"] == play.run["bytes_fetched"]
     assert play.run["ttft_s"] < 1.1 * cost.seconds(0, offer.tokens)
+
+
+@pytest.mark.parametrize("load", [0.3, 1.0, 3.0])
+def test_a_play_does_not_end_because_its_plan_is_old(monkeypatch, load):
+    """Upgrades that are not possible yet are dropped from a plan: it is renewed before the play may end."""
+    offer, link = default_catalog(), world("steady", [1e6])
+    told = Prior(1.6 * load * offer.fp16_bytes / 4.0, 0.02)
+    experiment = Experiment(offer, ReplayOptions(4.0, 0.02, load, prior=told))
+    prepared = experiment.prepare(link, 0.0)
+    often = experiment.play_on(link, 0.0, "anytime", *prepared, log=False).run
+    monkeypatch.setattr("kvabr.abr.policies.anytime.TIME_TOLERANCE", 1.0)
+    seldom = experiment.play_on(link, 0.0, "anytime", *prepared, log=False).run
+    assert seldom["objective"] < 1.2 * often["objective"]

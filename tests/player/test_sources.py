@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import HarmonicMean
+from kvabr.abr.estimators import HarmonicMean, Prior, Tracking
 from kvabr.player.groups import DecodeRates, SharedDecodeRate, family
 from kvabr.player.session import Session
 from kvabr.player.sources import ChunkedThroughputSampler, ThroughputSampler
@@ -72,6 +72,17 @@ def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
         meter.settle(now, idle=False)
     assert not meter.growing
     assert meter.estimates()[0] == pytest.approx(rate, rel=0.3)
+
+
+@pytest.mark.parametrize(("factor", "grows"), [(1.1, False), (2.0, True)])
+def test_a_told_rate_that_is_exceeded_a_little_is_not_slow_start(factor, grows):
+    told = Tracking()
+    told.prime(Prior(1e6, 0.02))
+    meter = ThroughputSampler(told, 4.0)
+    meter.first_byte(0.02, 0.0)
+    meter.received(int(factor * 1e6 * 0.05), 0.05)
+    meter.settle(0.05, idle=False)
+    assert meter.growing is grows
 
 
 def test_what_came_at_once_is_a_bound_from_below():

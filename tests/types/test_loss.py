@@ -4,12 +4,20 @@ import json
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvabr.data import default_catalog
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
-from kvabr.types.loss import INHERITED, factors_if_rest_computed, played_loss, predicted_loss, promised_loss
+from kvabr.types.loss import (
+    INHERITED,
+    factors_if_rest_computed,
+    inherited_later,
+    played_loss,
+    predicted_loss,
+    promised_loss,
+)
 from kvabr.types.tails import TailLoss, losses_with_tail, share_after_tail
 from tests.catalogs import catalog
 from tests.counting import lines
@@ -251,3 +259,19 @@ def test_what_a_peer_makes_up_is_refused(tails):
     value["tracks"][0]["tails"] = tails
     with pytest.raises(FormatError):
         Catalog.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize("first", [1, 2, 7, 15])
+def test_the_planner_expects_the_inherited_loss_that_the_result_reports(first):
+    offer, dice = catalog(16, layered=True), random.Random(first)
+    tracks = [RECOMPUTED, *(dice.choice([*offer.by_name, RECOMPUTED]) for _ in range(first - 1))]
+    tracks = [RECOMPUTED] * tracks.count(RECOMPUTED) + [
+        name for name in tracks if name != RECOMPUTED
+    ]  # exact ones first
+    fetched = sum(offer.track(name).loss[group] for group, name in enumerate(tracks) if name != RECOMPUTED)
+    later = sum(
+        float(inherited_later(np.array(offer.track(name).loss), np.array([one == name for one in tracks])).sum())
+        for name in set(tracks) - {RECOMPUTED}
+    )
+    assert predicted_loss(offer, [*tracks, *[RECOMPUTED] * (16 - first)]) == pytest.approx(fetched + later)
+    assert later > 0.0 or fetched == 0.0
