@@ -38,8 +38,8 @@ _REPLACED_BYTE_PRICE = 6.0
 """Price of a replaced byte, as a multiple of that of a requested one, since other plays could have used it."""
 _LATE_SECOND_COST = 1e3
 """Cost of a second after the deadline, in nats per generated token, so that plans that end in time are preferred."""
-_SIMILAR_FACTOR, _EQUAL_FACTOR = 16.0, 1.25
-"""Factors within which gains count as similar, and within which gains or losses count as equal."""
+_SIMILAR_FACTOR, _EQUAL_FACTOR, _NEAR_FACTOR = 16.0, 1.25, 8.0
+"""Factors within which gains count as similar and as equal, and within which the losses of groups count as equal."""
 _NEGLIGIBLE_PRICE = 1e-18
 """Price that is practically zero, nats; avoids division by zero."""
 UNAVAILABLE_LOSS = 1e9
@@ -262,7 +262,7 @@ class TimePlanner:
         Neighbours that are requested together share a range of an object store.
         """
         losses = np.maximum(self.losses[self._number[track]], _NEGLIGIBLE_PRICE)
-        order: list[int] = np.argsort(_rounded(losses, _EQUAL_FACTOR), kind="stable").tolist()
+        order: list[int] = np.argsort(_rounded(losses, _NEAR_FACTOR), kind="stable").tolist()
         return order
 
     def lost(self) -> float:
