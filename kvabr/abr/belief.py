@@ -42,8 +42,9 @@ _SILENT_ROUNDS, _DEAD_LINK_SHARE = 4.0, 1e-3
 time."""
 
 
-RATE_TOLERANCE, TIME_TOLERANCE = 0.1, 0.01
-"""A plan is reused until the rate changes by the first fraction, or the second fraction of the deadline has passed."""
+RATE_TOLERANCE, TIME_TOLERANCE, DIVISION_TOLERANCE = 0.1, 0.01, 0.02
+"""Plans are reused until the rate changes by the first fraction, or until a fraction of the deadline has passed: the
+second for upgrades, the third for the division between network and engine."""
 
 
 class Belief(NamedTuple):
@@ -84,8 +85,10 @@ class LinkBelief:
         self._rates: deque[tuple[float, float]] = deque()
         self._prior_rate = 0.0
         self._round_s = math.inf
-        self._silent = False
-        """True if the first bytes were so late that the link may have been dead."""
+        self._silent = self._was_silent = False
+        """True if the first bytes are so late that the link may be dead; and if they were."""
+        self._growing = self._at_prior = False
+        """True if the link may be in slow start; and if the rate is that of earlier plays."""
         self.best_rate = 0.0
         """Highest rate measured so far, bytes per second."""
         self.fast_s = 0.0
@@ -94,19 +97,24 @@ class LinkBelief:
         """Since when the rate has stayed within a factor of 2, and that rate; minus infinity for a rate of earlier
         plays."""
 
-    def look(self, view: View, *, saved: bool) -> Belief:
-        """Update and return the belief; ``saved``: an engine could still meet the deadline without the link."""
-        growing, at_prior = self._grows(view), 0.0 < view.rate == self._prior_rate
+    def update(self, view: View) -> None:
+        """Take the present estimate into account."""
+        self._growing, self._at_prior = self._grows(view), 0.0 < view.rate == self._prior_rate
         answered = self.best_rate > 0 or view.in_flight.receiving or view.settled.history
         first_s = max(view.ttfb_s or UNKNOWN_TTFB_S, SLOT_SHARE * view.deadline_s)
-        silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * first_s
-        self._silent = self._silent or silent
-        if not at_prior and view.rate >= SLOW * self.best_rate:
+        self._silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * first_s
+        self._was_silent = self._was_silent or self._silent
+        if not self._at_prior and view.rate >= SLOW * self.best_rate:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
-        if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or growing:
-            self.held_since_s, self._held_rate = -math.inf if at_prior else view.now, view.rate
-        slow = view.rate < SLOW * self.best_rate
-        found = self._alive(view, growing=growing, at_prior=at_prior, slow=slow)
+        if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or self._growing:
+            self.held_since_s, self._held_rate = -math.inf if self._at_prior else view.now, view.rate
+        if view.ttfb_s > 0:  # after an outage, this says little about the round trip
+            self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._was_silent else view.ttfb_s)
+
+    def rates(self, view: View, *, saved: bool) -> Belief:
+        """Return the possible rates; ``saved``: an engine could still meet the deadline without the link."""
+        growing, silent, slow = self._growing, self._silent, view.rate < SLOW * self.best_rate
+        found = self._alive(view, slow=slow)
         if silent and saved:
             dead = min(1.0, view.now / view.deadline_s)
             rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, MIN_WAIT_S)
@@ -146,14 +154,12 @@ class LinkBelief:
         mean = rate * (math.exp2(doubled) - 1.0) / math.log(2.0) + (rounds - doubled) * rate * math.exp2(doubled)
         return max(GROWTH * rate, mean / rounds)
 
-    def _alive(self, view: View, *, growing: bool, at_prior: bool, slow: bool) -> Belief:
+    def _alive(self, view: View, *, slow: bool) -> Belief:
         if slow:  # it may be slow only for a moment
             return Belief.of((view.rate or _STALLED_SHARE * self.best_rate, RECOVERED * self.best_rate))
-        if view.ttfb_s > 0:  # after an outage, this says little about the round trip
-            self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._silent else view.ttfb_s)
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
-        if view.rate > 0 and not growing:
-            if not at_prior:
+        if view.rate > 0 and not self._growing:
+            if not self._at_prior:
                 return Belief.of((view.rate,))
             ramp = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s, round_s
             return Belief.of((LOW_SHARE * view.rate, view.rate))._replace(ramp=ramp, state="prior")

@@ -16,12 +16,13 @@ longer a link is silent, the more likely it is dead; waiting ends before the eng
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.belief import MIN_WAIT_S, RATE_TOLERANCE, TIME_TOLERANCE, UNKNOWN_TTFB_S, Belief, LinkBelief
+from kvabr.abr.belief import DIVISION_TOLERANCE, MIN_WAIT_S, RATE_TOLERANCE, UNKNOWN_TTFB_S, Belief, LinkBelief
 from kvabr.abr.policy import Decision, Division
 from kvabr.abr.time_planner import UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import MAX_PARTS, View
@@ -82,8 +83,9 @@ class ComputePlanner:
         """When the engine should have computed them, after its current work, in seconds since the play began."""
         self._computed = 0
         self._target = 0
-        self._planned: tuple[tuple[int, int], float, float, int] | None = None
-        """Inputs of the plan: first missing and first inexact group, rate, time, number of settled groups."""
+        self._planned: tuple[tuple[int, int], float, float, bool] | None = None
+        """Inputs of the plan: first missing and first inexact group, rate, time; True if the network's prefix was in
+        place."""
         self._holds = 0
         """Number of further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0
@@ -107,16 +109,19 @@ class ComputePlanner:
             return
         self._holds -= 1
         if (last := self._planned) is not None:
-            front, rate, then, arrivals = last
+            front, rate, then, complete = last
             same = abs(view.rate - rate) <= RATE_TOLERANCE * rate
-            same = same and view.now - then <= TIME_TOLERANCE * self._horizon_s(view)
-            # The rest may now be best left to the engine.
-            arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > arrivals
+            same = same and view.now - then <= DIVISION_TOLERANCE * self._horizon_s(view)
+            if self._suffix:  # the rest may now be best left to the engine
+                same = same and complete == (view.solid >= self.reserved.start)
+            else:
+                same = same and front == (first, self._exact(view))
             idle = view.engine_backlog_s <= 0 and not self._suffix
-            if (same and front == (first, self._exact(view)) and not arrived) or (self._holds > 0 and not idle):
+            if same or (self._holds > 0 and not idle):
                 return
         self._holds = view.keeps
-        self._planned = (first, self._exact(view)), view.rate, view.now, len(view.settled.history)
+        complete = view.solid >= self.reserved.start
+        self._planned = (first, self._exact(view)), view.rate, view.now, complete
         self._times.sync(view)
         kept = None
         if last is not None and last[1] > 0:
@@ -173,11 +178,11 @@ class ComputePlanner:
         ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
-        belief = self._belief = self._link.look(view, saved=computed_s <= view.time_left)
+        belief = self._belief = self._link.rates(view, saved=computed_s <= view.time_left)
         rates, shares = list(belief.rates), np.array(belief.weights)
         # The engine may recompute lossy groups right after the exact ones.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
-        ways = [self._ways(view, start, rates, belief.ramp) for start in starts]
+        ways = self._ways(view, starts, rates, belief.ramp)
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _MIN_PLAY_COST)
         regrets = [shares @ (way.costs / least) for way in ways]
         number = int(np.argmin([regret.min() for regret in regrets]))
@@ -253,26 +258,38 @@ class ComputePlanner:
             return 0.0
         return max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
 
-    def _ways(self, view: View, start: int, rates: list[float], ramp: tuple[float, float] | None) -> _Ways:
-        cost, catalog, groups, ends = view.cost, view.catalog, view.groups, self._ends
+    def _ways(
+        self, view: View, starts: Sequence[int], rates: Sequence[float], ramp: tuple[float, float] | None
+    ) -> list[_Ways]:
+        cost, ends = view.cost, self._ends
         assert cost is not None  # noqa: S101  # see `plan`
-        first = 0 if self._suffix else start
+        each = [self._stops(view, 0 if self._suffix else start) for start in starts]
+        stops, start = np.concatenate(each), np.repeat(starts, list(map(len, each)))
+        if self._suffix:
+            took, inherited = cost.seconds_many(ends[stops], ends[-1] - ends[stops]), np.zeros(len(stops))
+        else:
+            took = cost.seconds_many(ends[start], ends[stops] - ends[start])
+            inherited = np.concatenate(
+                [self._inherited(view, first)[one - first] for first, one in zip(starts, each, strict=True)]
+            )
+        engine_s = view.engine_backlog_s + took
+        # An infinite price is a rule: the engine computes only groups that the network does not deliver.
+        spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, UNAVAILABLE_LOSS, 0.0)
+        found = self._times.divide(view, rates, start, stops, engine_s, inherited, ramp=ramp)
+        costs = np.array([one.objective for one in found]) + spent
+        parts = np.cumsum([len(one) for one in each])[:-1]
+        columns = (np.split(one, parts, axis=-1) for one in (stops, costs, engine_s, found[-1].network_s))
+        return [_Ways(first, *way) for first, *way in zip(starts, *columns, strict=True)]
+
+    def _stops(self, view: View, first: int) -> npt.NDArray[np.intp]:
+        """Return the groups at which the engine may stop, or in suffix mode start."""
+        catalog, groups = view.catalog, view.groups
         stops = np.arange(first, groups + 1)
         if self._suffix and not catalog.every_token:
             stops = np.array([one for one in range(first, groups + 1) if one == groups or catalog.cut(one) == one])
         if len(stops) > MAX_PARTS:
             stops = stops[np.unique(np.linspace(0, len(stops) - 1, MAX_PARTS).astype(int))]
-        if self._suffix:
-            took, inherited = cost.seconds_many(ends[stops], ends[-1] - ends[stops]), np.zeros(len(stops))
-        else:
-            took = cost.seconds_many(ends[start], ends[stops] - ends[start])
-            inherited = self._inherited(view, start)[stops - start]
-        engine_s = view.engine_backlog_s + took
-        # An infinite price is a rule: the engine computes only groups that the network does not deliver.
-        spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, UNAVAILABLE_LOSS, 0.0)
-        found = self._times.divide(view, rates, start, stops, engine_s, inherited, ramp=ramp)
-        costs = np.array([each.objective for each in found]) + spent
-        return _Ways(start, stops, costs, engine_s, found[-1].network_s)
+        return stops
 
     def _inherited(self, view: View, first: int) -> Array:
         """Return the loss that computed groups from ``first`` on inherit from earlier ones, by stop."""
@@ -309,7 +326,7 @@ class ComputePlanner:
         elif view.rate > 0 and stop > first:
             # The link may turn much faster, and a call cannot be stopped. The longer a rate has held, the less likely.
             arrivals = self._link.arrivals(view, self._belief.rates[-1])
-            way = self._ways(view, first, [*arrivals.rates, _SPEED_UP * arrivals.rates[-1]], self._belief.ramp)
+            (way,) = self._ways(view, [first], [*arrivals.rates, _SPEED_UP * arrivals.rates[-1]], self._belief.ramp)
             count = 1 + int(np.searchsorted(way.stops, stop))
             way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
             held_s = max(MIN_WAIT_S, view.now - self._link.held_since_s)

@@ -46,10 +46,10 @@ class SharedWork:
         inherited: Array,
         edges: npt.NDArray[np.intp],
     ) -> None:
-        """Prepare; see `TimePlanner.divide`. ``edges``: parts of the prompt at which the engine continues and stops."""
+        """Prepare; see `TimePlanner.divide`. ``edges``: parts at which the engine continues, and stops."""
         self._view, self.rate, self._ramp = view, rate, ramp
         self._engine_s, self._inherited = engine_s, inherited
-        self._begin, self._ends = edges[0], edges[1:]
+        self._begins, self._ends = edges
         self._columns, left_s = np.arange(len(stops)), np.full(len(stops), view.time_left)
         self._limit_s = left_s - engine_s if view.front_first else left_s
         """Latest end of the network's work that meets the deadline, by stop."""
@@ -67,7 +67,7 @@ class SharedWork:
         at_stop = sums[..., self._ends]
         if self._view.front_first:
             return at_stop
-        return sums[..., -1:] - at_stop + sums[..., self._begin : self._begin + 1]
+        return sums[..., -1:] - at_stop + sums[..., self._begins]
 
     def carried_s(self, nbytes: Array) -> Array:
         """Return the seconds that the link takes for some bytes."""

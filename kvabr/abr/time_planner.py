@@ -482,7 +482,7 @@ class TimePlanner:
         self,
         view: View,
         rates: Sequence[float],
-        first: int,
+        first: npt.NDArray[np.intp],
         stops: npt.NDArray[np.intp],
         engine_s: Array,
         inherited: Array,
@@ -491,14 +491,14 @@ class TimePlanner:
     ) -> list[Divisions]:
         """Return, by rate, the cost of each division of the work between network and engine.
 
-        In hole mode the engine computes groups ``first`` to a stop while the network delivers the others. In suffix
-        mode the engine computes from a stop on, once the network has delivered the groups before it.
+        In hole mode the engine computes the groups from ``first`` to a stop while the network delivers the others. In
+        suffix mode the engine computes from a stop on, once the network has delivered the groups before it.
 
         Args:
             view: the play.
             rates: link rates, bytes per second.
-            first: the group at which the engine continues.
-            stops: ends of the engine's groups in hole mode, of the network's in suffix mode; ascending.
+            first: groups at which the engine continues, by stop.
+            stops: ends of the engine's groups in hole mode, of the network's in suffix mode.
             engine_s: seconds until the engine is done, by stop.
             inherited: loss of the computed groups, by stop.
             ramp: in slow start, the initial rate and its doubling time in seconds.
@@ -508,7 +508,7 @@ class TimePlanner:
         if apart > 1:
             edges = np.union1d(np.append(stops, first), edges[:groups:apart])
         options, held = self._parts(view, starts := edges[edges < groups])
-        at = np.searchsorted(edges, [first, *stops])
+        at = np.searchsorted(edges, (first, stops))
         works = [SharedWork(view, rate, ramp, stops, engine_s, inherited, at) for rate in rates]
         flying, requests = works[0].brought(held)
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)

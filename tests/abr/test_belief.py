@@ -19,6 +19,11 @@ def view(now=0.0, rate=0.0, **changes):
     return made
 
 
+def looked(link, play, *, saved=True):
+    link.update(play)
+    return link.rates(play, saved=saved)
+
+
 @pytest.mark.parametrize("rates", [(), (0.0,), (-1.0,), (math.inf,), (math.nan,), ("fast",), (None,)])
 def test_rates_that_are_none_are_refused(rates):
     with pytest.raises(PolicyError):
@@ -32,7 +37,7 @@ def test_weights_that_make_no_sense_are_refused(weights):
 
 
 def test_an_unknown_link_may_have_very_different_rates():
-    belief = LinkBelief().look(view(), saved=True)
+    belief = looked(LinkBelief(), view())
     assert belief.state == "unknown"
     assert max(belief.rates) > 10 * min(belief.rates)
     assert sum(belief.weights) == pytest.approx(1.0)
@@ -41,7 +46,7 @@ def test_an_unknown_link_may_have_very_different_rates():
 
 def test_slow_start_rules_out_what_it_has_passed():
     link = LinkBelief()
-    belief = link.look(view(0.1, 5e6, growing=True, ttfb_s=0.02), saved=True)
+    belief = looked(link, view(0.1, 5e6, growing=True, ttfb_s=0.02))
     assert belief.state == "growing"
     assert min(belief.rates) == 5e6 < max(belief.rates)
 
@@ -49,15 +54,15 @@ def test_slow_start_rules_out_what_it_has_passed():
 def test_a_rate_is_known_once_it_has_held():
     link = LinkBelief()
     for step in range(1, 40):
-        belief = link.look(view(0.05 * step, 5e6, ttfb_s=0.02), saved=True)
+        belief = looked(link, view(0.05 * step, 5e6, ttfb_s=0.02))
     assert (belief.state, belief.rates, belief.learns_s) == ("known", (5e6,), 0.0)
 
 
 def test_a_link_that_was_faster_may_recover():
     link = LinkBelief()
     for step in range(1, 11):
-        link.look(view(0.05 * step, 1e7, ttfb_s=0.02), saved=True)
-    belief = link.look(view(0.6, 1e5, ttfb_s=0.02), saved=True)
+        looked(link, view(0.05 * step, 1e7, ttfb_s=0.02))
+    belief = looked(link, view(0.6, 1e5, ttfb_s=0.02))
     assert belief.state == "slow"
     assert belief.rates == (1e5, 5e6)
 

@@ -137,7 +137,7 @@ def test_no_engine_is_expected_to_begin_behind_groups_before_they_are_published(
     play = View(Ladder(catalog(4)), 60.0, cost=cost, front_first=True, prefix=prefix, time_price=1.0)
     play.edge, play.ready_s = 1, {1: 5.0, 2: 10.0}.get
     stops, engine_s = np.array([1, 2, 3]), np.full(3, 7.0)
-    found = TimePlanner(play).divide(play, [1e12], 0, stops, engine_s, np.zeros(3))[0]
+    found = TimePlanner(play).divide(play, [1e12], np.zeros_like(stops), stops, engine_s, np.zeros(3))[0]
     assert list(found.network_s) == pytest.approx([0.0, 5.0, 10.0], abs=0.05)
     assert list(found.objective) == pytest.approx([7.0, 12.0, 17.0], abs=0.05)
 

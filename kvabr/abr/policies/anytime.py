@@ -90,7 +90,7 @@ class Anytime(Policy):
 
     def _decide(self, view: View) -> Decision:
         missing = bool(view.missing_groups)
-        self._link.look(view, saved=False)
+        self._link.update(view)
         if (planner := self._planner) is not None:
             planner.plan(view)
             if (decision := planner.next(view)) is not None:

@@ -160,7 +160,7 @@ def test_a_split_prompt_takes_what_the_rule_of_players_expects(groups, cost, dec
         rate = share * track.total_bytes / computed_s[-1]
         view = View(Ladder(offer), 1e6, cost=cost, gpu_price=0.0, time_price=1.0)
         view.rate, view.ttfb_s = rate, rtt_s
-        rule = TimePlanner(view).divide(view, [rate], 0, stops, computed_s, np.zeros(groups + 1))[0]
+        rule = TimePlanner(view).divide(view, [rate], np.zeros_like(stops), stops, computed_s, np.zeros(groups + 1))[0]
         found = by_place(offer.tokens, PrefillSite(cost), there, RouteLink(rate, rtt_s), size)
         # To fetch a prefix is another thing: its rest is computed behind it.
         least = min(one.ttft_s for place, one in found.items() if place != "fetch")
