@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import configparser
 import os
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,11 +15,26 @@ from kvabr.store.failures import Failure
 from kvabr.store.url import CLOUDS, WEB, StoreUrl, check_endpoint
 from kvabr.types.errors import ConnectionLostError, UsageError
 from kvabr.types.installing import WHERE, extra
+from kvabr.types.once import once
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, HTTPStore, S3Store
 
     ObstoreClient = AzureStore | GCSStore | HTTPStore | S3Store
+
+
+_LEAVE_S = 0.02
+"""Seconds that a process waits for obstore's threads before it ends."""
+
+
+@once
+def _leave_at_exit() -> None:
+    """Give obstore's threads time to leave Python before it ends; otherwise a process may abort after its last request.
+
+    A thread that has just woken an event loop needs the interpreter's lock to return, and Python ends threads that ask
+    for it during shutdown. Rust aborts the process then.
+    """
+    atexit.register(time.sleep, _LEAVE_S)
 
 
 def load_obstore() -> Any:
@@ -35,6 +52,7 @@ def make_client(where: StoreUrl, limits: ClientConfig) -> ObstoreClient:
     """Return obstore's client for a URL."""
     from obstore import store as kinds  # noqa: PLC0415
 
+    _leave_at_exit()
     scheme, bucket, never = where.scheme, where.bucket, {"max_retries": 0}
     endpoint = endpoint_of(where)
     if endpoint.startswith("http:") or scheme == "http":
