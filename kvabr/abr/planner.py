@@ -182,7 +182,7 @@ class ComputePlanner:
         rates, shares = list(belief.rates), np.array(belief.weights)
         # The engine may recompute lossy groups right after the exact ones.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
-        ways = self._ways(view, starts, rates, belief.ramp)
+        ways = self.ways(view, starts, rates, belief.ramp)
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _MIN_PLAY_COST)
         regrets = [shares @ (way.costs / least) for way in ways]
         number = int(np.argmin([regret.min() for regret in regrets]))
@@ -258,9 +258,10 @@ class ComputePlanner:
             return 0.0
         return max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
 
-    def _ways(
+    def ways(
         self, view: View, starts: Sequence[int], rates: Sequence[float], ramp: tuple[float, float] | None
     ) -> list[_Ways]:
+        """Return the possible divisions from each of ``starts``, and their costs at each rate."""
         cost, ends = view.cost, self._ends
         assert cost is not None  # noqa: S101  # see `plan`
         each = [self._stops(view, 0 if self._suffix else start) for start in starts]
@@ -326,7 +327,7 @@ class ComputePlanner:
         elif view.rate > 0 and stop > first:
             # The link may turn much faster, and a call cannot be stopped. The longer a rate has held, the less likely.
             arrivals = self._link.arrivals(view, self._belief.rates[-1])
-            (way,) = self._ways(view, [first], [*arrivals.rates, _SPEED_UP * arrivals.rates[-1]], self._belief.ramp)
+            (way,) = self.ways(view, [first], [*arrivals.rates, _SPEED_UP * arrivals.rates[-1]], self._belief.ramp)
             count = 1 + int(np.searchsorted(way.stops, stop))
             way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
             held_s = max(MIN_WAIT_S, view.now - self._link.held_since_s)

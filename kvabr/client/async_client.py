@@ -455,10 +455,10 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._memory.history.refresh()  # another process of the engine may have updated the file
-            rate = combined(one.expected(self._memory.history) for one in some).rate
+            link = combined(one.expected(self._memory.history) for one in some)
             following = uncached + options.question_tokens
             return tail_choices(
-                catalog.to_play, cost, options, rate, deadline, following=following, block=block,
+                catalog.to_play, cost, options, link, deadline, following=following, block=block,
                 decoders=decoder_threads(),
             )  # fmt: skip
 

@@ -67,7 +67,7 @@ class EndedPlay:
 async def play_whole(call: PlayCall, prepared: Prepared, prompt: PassagePrompt | None = None) -> EndedPlay:
     """Play the whole cache, or a prompt in parts."""
     catalog = prepared.catalog
-    uncached = max(prepared.engine_tokens, len(call.tokens) - catalog.tokens) + call.options.question_tokens
+    uncached = max(prepared.tail, len(call.tokens) - catalog.tokens) + call.options.question_tokens
     again = None if prompt is None else prompt.recompute(catalog, call.engine)
     goal = WholeGoal() if prompt is None else prompt.goal
     return await _run(call, goal, prepared, call.engine_s(catalog.tokens, uncached), again)
@@ -79,7 +79,7 @@ async def play_prefix(call: PlayCall, prepared: Prepared, uncached: int) -> Ende
     Waits for groups that should arrive before the engine could compute them. The deadline includes computing the
     prompt's ``uncached`` tokens.
     """
-    uncached += prepared.engine_tokens + call.options.question_tokens
+    uncached += prepared.tail + call.options.question_tokens
     rest_s = call.engine_s(prepared.catalog.first_token + prepared.catalog.tokens, uncached)
     return await _run(call, PrefixGoal(), prepared, rest_s, coded=True)
 

@@ -16,7 +16,8 @@ from kvabr.abr.estimators import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.planner import computed_before_a_lookup
 from kvabr.abr.plugins import policy_class
-from kvabr.abr.tail import MAX_TAIL, TailOffer, tail_costs, tail_offers
+from kvabr.abr.tail import MAX_TAIL, TailOffer, tail_offers
+from kvabr.abr.tail_costs import tail_costs
 from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.memory import EngineCosts
 from kvabr.client.options import PlayOptions
@@ -25,7 +26,7 @@ from kvabr.codec.profile import Profile
 from kvabr.player.play_policy import choose_tail
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine
+from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import FormatError, TransportError, UsageError
 from kvabr.types.events import ProfileFailed
 from kvabr.types.kv import KVSpec
@@ -37,8 +38,6 @@ _PROFILE_SHARE = 0.3
 """Fraction of the time left that may be spent fetching a profile; without it, tracks that need it are omitted."""
 _LOOKUP_SHARE = 0.25
 """Minimum fraction of the time left for a lookup, even if the engine could then be late."""
-_MAX_PREFIXES = 16
-"""Maximum number of prefixes to consider if the engine cannot continue at every group."""
 _MIN_LEFT_S = 1e-3
 
 
@@ -99,11 +98,8 @@ class Prepared:
     profile: Profile | None
     sha256: str
     limited_by: str | None
-    engine_tokens: int = 0
-    """Tokens at the end of the asset that the engine computes, with the question or because that is faster."""
-    cut: str | None = None
     tail: int = 0
-    """Of these, the tokens computed with the question, on the fetched cache."""
+    """Number of last tokens of the asset that the engine computes with the question, on the fetched cache."""
     tail_s: float = 0.0
     """Seconds that the engine takes for the tail."""
     growing: GrowingCatalog | None = None
@@ -114,14 +110,17 @@ class Prepared:
         """The tracks that can be decoded here."""
         return self.ladder.catalog
 
+    @property
+    def cut(self) -> str | None:
+        """Why the play requests less than the asset; None if it does not."""
+        return f"the last {counted(self.tail, 'token')} are computed with the question" if self.tail else None
 
-async def prepare(
-    call: PlayCall, found: Found, skip: int = 0, *, uncached: int | None = None, block: int = 1
-) -> Prepared:
+
+async def prepare(call: PlayCall, found: Found, skip: int = 0, *, uncached: int = 0, block: int = 1) -> Prepared:
     """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
 
-    The engine has the first ``skip`` groups, and computes ``uncached`` tokens after the asset. If ``uncached`` is
-    given, the prefix may become shorter than the asset (`shortened`, `kvabr.abr.tail`).
+    The engine has the first ``skip`` groups, and computes ``uncached`` tokens after the asset. The prefix may become
+    shorter than the asset (`kvabr.abr.tail`).
 
     Raises:
         FormatError: none of the asset's tracks can be decoded here.
@@ -136,17 +135,16 @@ async def prepare(
         call.cost = call.memory.costs.of(call.engine).cost(catalog.prefill)
     profile, why = await _profile_of(call, catalog)
     catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
-    end, cut = catalog.first_token + catalog.tokens, None
-    link = call.link
-    if call.cost is not None and uncached is not None:
-        catalog = shortened(catalog, call.cost, link, call.left_s, skip=skip, uncached=uncached, block=block)
-        if catalog.first_token + catalog.tokens < end:
-            cut = "the rest is faster to compute than to fetch"
-    uncached = end - catalog.first_token - catalog.tokens + (uncached or 0) + call.options.question_tokens
-    offer = await _tail(call, catalog, link.rate, skip=skip, uncached=uncached, block=block)
+    mode: EngineMode | None = None
+    if call.engine is not None and policy_class(call.options.policy).divides:
+        mode = call.options.mode or call.engine.mode
+    choices = partial(
+        tail_choices, catalog, call.cost, call.options, call.link, call.left_s,
+        following=uncached + call.options.question_tokens, skip=skip, block=block, decoders=call.decoders,
+        mode=mode,
+    )  # fmt: skip
+    offer = choose_tail(call.options.policy, *await call.in_time(choices))
     wanted, growing = offer.catalog, None
-    if offer.tokens and cut is None:
-        cut = f"the last {counted(offer.tokens, 'token')} are computed with the question"
     if found.live is not None:
         growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
         wanted = growing.catalog
@@ -154,18 +152,7 @@ async def prepare(
         for name, digests in asset.known_digests() if growing is None else growing.known.items():
             call.connection.identify(asset.namespace, name, digests)
     ladder = await call.in_time(partial(Ladder, wanted))
-    engine_tokens = end - wanted.first_token - wanted.tokens
-    return Prepared(
-        ladder, profile, found.sha256, found.limited_by, engine_tokens, cut, offer.tokens, offer.engine_s, growing
-    )
-
-
-async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, uncached: int, block: int) -> TailOffer:
-    choices = partial(
-        tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=uncached, skip=skip, block=block,
-        decoders=call.decoders, divides=call.engine is not None and policy_class(call.options.policy).divides,
-    )  # fmt: skip
-    return choose_tail(call.options.policy, *await call.in_time(choices))
+    return Prepared(ladder, profile, found.sha256, found.limited_by, offer.tokens, offer.engine_s, growing)
 
 
 async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
@@ -211,69 +198,31 @@ def tail_choices(
     catalog: Catalog,
     cost: PrefillCost | None,
     options: PlayOptions,
-    rate: float,
+    link: Prior,
     left_s: float,
     *,
     following: int,
     skip: int = 0,
     block: int = 1,
     decoders: int = 1,
-    divides: bool = False,
+    mode: EngineMode | None = None,
 ) -> tuple[list[TailOffer], list[float]]:
     """Return possible divisions of a prefix between network and engine, and the expected cost of a play with each.
 
     ``catalog`` is from `Found.to_play`. Without a ``cost`` there is no engine, and a tail only if the options set one.
-    ``rate`` is in bytes per second, 0.0 if unknown; ``left_s``: seconds to the deadline; ``following``: tokens after
-    the prefix, which the engine always computes; ``skip``: leading groups that the engine has; ``block``: block size in
-    tokens; ``decoders``: number of decoders in parallel. ``divides``: the engine may compute everything if that costs
-    less.
+    ``link``: earlier plays; ``left_s``: seconds to the deadline; ``following``: tokens after the prefix, which the
+    engine always computes; ``skip``: leading groups that the engine has; ``block``: block size in tokens; ``decoders``:
+    number of decoders in parallel. ``mode``: which other parts of the prefix the engine may compute; None: nothing.
     """
     most = (0 if cost is None else MAX_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, limit=most, skip=skip, block=block)
-    computed_s = math.inf
+    if len(offers) == 1:
+        return offers, [0.0]
     if cost is not None:
         left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)
-        if divides:
-            before = catalog.tokens_before(skip)
-            computed_s = cost.seconds(catalog.first_token + before, catalog.tokens - before)
     costs = tail_costs(
-        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
-        computed_s=computed_s,
+        offers, left_s, rate=link.rate, ttfb_s=link.ttfb_s, cost=None if mode is None else cost, mode=mode or "hole",
+        decoders=decoders, time_price=options.time_price, gpu_price=options.gpu_price,
+        max_loss=math.inf if options.max_loss is None else options.max_loss,
     )  # fmt: skip
     return offers, costs
-
-
-def shortened(
-    catalog: Catalog, cost: PrefillCost, link: Prior, left_s: float, *, skip: int, uncached: int, block: int = 1
-) -> Catalog:
-    """Return the prefix worth fetching: the longest that lets the engine finish in time, or else the fastest.
-
-    Returns the whole prefix if the engine can continue at every group, or if the link is unknown. ``uncached``: tokens
-    after the whole prefix, which the engine computes; other arguments as for `tail_choices`.
-    """
-    kinds = {only.kind for only in catalog.spec.classes}
-    if kinds <= {"full", "latent"} or link.rate <= 0:
-        return catalog
-    groups, size = len(catalog.chunks), catalog.spec.group_tokens
-    counts = {catalog.playable(skip + (groups - skip) * step // _MAX_PREFIXES)[0] for step in range(1, _MAX_PREFIXES)}
-    best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + uncached)
-    for count in sorted(counts, reverse=True):
-        end = count * size // block * block
-        if soonest_s <= left_s:
-            break
-        if not skip < count < groups or end <= (count - 1) * size:
-            continue
-        try:
-            shorter = catalog.prefix(count, end)
-        except UsageError:  # no snapshot at the end of a block
-            continue
-        seconds = _prefix_s(shorter, cost, link, skip, catalog.tokens + uncached)
-        if seconds < soonest_s:
-            best, soonest_s = shorter, seconds
-    return best
-
-
-def _prefix_s(catalog: Catalog, cost: PrefillCost, link: Prior, skip: int, tokens: int) -> float:
-    left = catalog.suffix(skip)
-    nbytes = min(track.total_bytes for track in left.tracks if track.refines is None)
-    return link.ttfb_s + nbytes / link.rate + cost.seconds(catalog.tokens, tokens - catalog.tokens)

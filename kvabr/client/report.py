@@ -122,7 +122,7 @@ def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
         spans=found.spans,
         first=catalog.first_token,
         tokens=found.tokens,
-        requested=catalog.tokens + prepared.engine_tokens,
+        requested=catalog.tokens + prepared.tail,
         units=tuple(map(catalog.unit, found.groups)),
         coverage=coverage,
         loss=prefix_loss(catalog, found, coverage),

@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 from kvabr.abr.estimators import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import policy_class
-from kvabr.abr.tail import DEFAULT_MAX_TAIL, MAX_TAIL, TailOffer, tail_costs, tail_offers
+from kvabr.abr.tail import DEFAULT_MAX_TAIL, MAX_TAIL, TailOffer, tail_offers
+from kvabr.abr.tail_costs import tail_costs
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.groups import DecodeRates, family
 from kvabr.player.play_policy import choose_tail, new_estimator
@@ -351,15 +352,18 @@ class Experiment:
             return self
         options, config = self.options, self.options.config
         offers = [each.tail for each in self._offers.values() if each.tail is not None]
-        cost, divides = options.cost, policy_class(policy).divides and not options.prefix
+        divides = policy_class(policy).divides and not options.prefix
         costs = tail_costs(
             offers,
             options.deadline_s - lookup_s,
             rate=0.0 if options.prior is None else options.prior.rate,
+            ttfb_s=0.0 if options.prior is None else options.prior.ttfb_s,
+            cost=options.cost if divides else None,
+            mode=options.mode,
             time_price=config.time_price,
             gpu_price=config.gpu_price,
+            max_loss=config.max_loss,
             decoders=options.decoders,
-            computed_s=cost.seconds(0, offers[0].catalog.tokens) if divides and cost is not None else math.inf,
         )
         offer = choose_tail(policy, offers, costs)
         return self._offers[offer.tokens]

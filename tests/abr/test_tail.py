@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvabr.abr.policies.anytime import Anytime
-from kvabr.abr.tail import TailOffer, tail_costs, tail_offers
+from kvabr.abr.tail import TailOffer, tail_offers
+from kvabr.abr.tail_costs import tail_costs
 from kvabr.data import default_catalog
 from kvabr.player.play_policy import choose_tail
 from kvabr.types.catalog import Catalog

@@ -139,7 +139,8 @@ async def test_what_there_is_no_time_for_is_not_computed(played_in_parts):
 async def test_a_loss_above_the_limit_is_computed_instead(played_in_parts):
     for limit, share, refused in ((0.2, 0, False), (0.17, 0, True), (0.12, 0.1, False), (0.09, 0.1, True)):
         events = []
-        played = await played_in_parts(share=share, max_loss=limit, policy="fixed:FP16", log=events.append)
+        how = {"share": share, "max_loss": limit, "policy": "fixed:FP16"}
+        played = await played_in_parts(**how, tail=0, log=events.append)
         assert played.approximate != refused
         assert any(isinstance(event, PlayGaveUp) for event in events) == refused
         if refused:
@@ -148,6 +149,9 @@ async def test_a_loss_above_the_limit_is_computed_instead(played_in_parts):
             assert off_by(played.kv, ToyModel().prefill(WHOLE)) < 1e-3
         else:
             assert played.loss <= limit
+        shorter = await played_in_parts(**how)
+        assert shorter.loss <= limit
+        assert bool(shorter.tail) == (limit < 0.18)  # of the whole prompt; a tail lowers it
 
 
 @virtual

@@ -1,0 +1,86 @@
+"""The expected cost of a play with each possible tail, from the planner of plays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvabr.abr.belief import MIN_WAIT_S, LinkBelief
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.planner import ComputePlanner
+from kvabr.abr.tail import TailOffer
+from kvabr.abr.time_planner import TimePlanner
+from kvabr.abr.view import View
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
+from kvabr.types.engine import EngineMode
+
+_UNKNOWN_RATE_SHARE = 0.02
+"""Fraction of the time left that a tail may take while the rate is unknown, since the network may deliver everything
+soon."""
+
+
+def tail_costs(
+    offers: Sequence[TailOffer],
+    left_s: float,
+    *,
+    rate: float = 0.0,
+    ttfb_s: float = 0.0,
+    cost: PrefillCost | None = None,
+    mode: EngineMode = "hole",
+    time_price: float,
+    gpu_price: float,
+    max_loss: float = math.inf,
+    decoders: int = 1,
+) -> list[float]:
+    """Return the expected cost of a play with each offer, nats per generated token.
+
+    Args:
+        offers: from `tail_offers`.
+        left_s: seconds to the deadline.
+        rate: link rate in earlier plays, bytes per second; 0.0: unknown, and a tail may take only a little of the time
+            left.
+        ttfb_s: time to first byte in earlier plays, seconds; 0.0: unknown.
+        cost: prefill cost, if the engine may also compute other parts of the prefix; None if it may not.
+        mode: which parts of the prefix this engine can compute.
+        time_price: price of a second before the first token, nats per generated token.
+        gpu_price: price of a second of engine time, nats per generated token; infinite: no tail is computed.
+        max_loss: maximum loss of the cache, nats per generated token.
+        decoders: number of groups decoded in parallel.
+    """
+    costs = []
+    for offer in offers:
+        unsure = rate <= 0 and (offer.last_resort or offer.engine_s > _UNKNOWN_RATE_SHARE * left_s)
+        refused = unsure or not math.isfinite(gpu_price)
+        if offer.tokens and refused:
+            costs.append(math.inf)
+            continue
+        play_s = max(MIN_WAIT_S, left_s - offer.engine_s)
+        view = View(
+            Ladder(offer.catalog), play_s, cost, front_first=mode == "suffix", time_price=time_price,
+            gpu_price=gpu_price, max_loss=max_loss, decoders=decoders,
+        )  # fmt: skip
+        view.rate = view.prior_rate = rate
+        view.ttfb_s = ttfb_s
+        after = (time_price + gpu_price) * offer.engine_s if offer.tokens else 0.0
+        costs.append(_expected_cost(view) + after + offer.last_resort * MISS_PENALTY)
+    return costs
+
+
+def _expected_cost(view: View) -> float:
+    """Return the least expected cost of a play that has not begun, in nats per generated token."""
+    times, link = TimePlanner(view), LinkBelief()
+    times.sync(view)
+    link.update(view)
+    belief = link.rates(view, saved=False)
+    costs: npt.NDArray[np.float64]
+    if view.cost is None:
+        none, nothing = np.zeros(1, int), np.zeros(1)
+        found = times.divide(view, belief.rates, none, none, nothing, nothing, ramp=belief.ramp)
+        costs = np.array([float(each.objective[0]) for each in found])
+    else:
+        (way,) = ComputePlanner(view, times, link).ways(view, [0], belief.rates, belief.ramp)
+        costs = way.costs.min(axis=1)
+    return float(costs @ belief.weights)
