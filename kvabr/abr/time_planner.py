@@ -171,19 +171,20 @@ class TimePlanner:
         return with_rest, None if view.prefix else inherited_if_rest_computed(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
-        tracks, groups = view.catalog.tracks, view.catalog.groups
-        sizes = {track.name: np.array(track.bytes) for track in tracks}
-        for state, current in enumerate(states):
-            for number, track in enumerate(tracks):
-                self._steps[state, number] = sum(sizes[layer] for layer in view.layers(track.name, current))
-                better = np.ones(groups, bool) if current is None else self.losses[number] < self.losses[state]
-                self._offers[state, number] = np.where(better, self.losses[number], UNAVAILABLE_LOSS)
-            if current is not None:
-                self._steps[state, state] = 0.0
-                for number, track in enumerate(tracks):
-                    if current not in view.ladder.stacks[track.name]:
-                        self._discards[state, number] = sum(sizes[layer] for layer in view.ladder.stacks[current])
-                self._offers[state, state] = self.losses[state]
+        stacks, sizes = view.ladder.stacks, np.array([track.bytes for track in view.catalog.tracks], float)
+        needed = np.array(
+            [[[layer in view.layers(to, state) for layer in self.names] for to in self.names] for state in states],
+            float,
+        )
+        apart = np.array([[state is not None and state not in stacks[to] for to in self.names] for state in states])
+        whole = np.array([[layer in stacks[name] for layer in self.names] for name in self.names], float) @ sizes
+        self._steps[:] = needed.astype(float) @ sizes
+        self._offers[-1] = self.losses
+        self._offers[:-1] = np.where(self.losses < self.losses[:, None], self.losses, UNAVAILABLE_LOSS)
+        self._discards[:-1] = apart[:-1, :, None] * whole[:, None]
+        for state in range(len(self.names)):
+            self._steps[state, state] = 0.0
+            self._offers[state, state] = self.losses[state]
 
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
         """Set the track of a group, in place or in flight; None: missing."""
