@@ -59,8 +59,8 @@ def tail_costs(
             continue
         play_s = max(MIN_WAIT_S, left_s - offer.engine_s)
         view = View(
-            Ladder(offer.catalog), play_s, cost, front_first=mode == "suffix", time_price=time_price,
-            gpu_price=gpu_price, max_loss=max_loss, decoders=decoders,
+            Ladder(offer.catalog), play_s, cost, front_first=cost is not None and mode == "suffix",
+            time_price=time_price, gpu_price=gpu_price, max_loss=max_loss, decoders=decoders,
         )  # fmt: skip
         view.rate = view.prior_rate = rate
         view.ttfb_s = ttfb_s
