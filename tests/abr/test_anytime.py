@@ -17,6 +17,7 @@ from kvabr.replay.simulator import Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
+from kvabr.types.events import RequestSent
 from tests.catalogs import catalog
 from tests.player.sessions import decode_all, of
 from tests.replay.worlds import world
@@ -54,6 +55,18 @@ def test_where_not_all_come_in_time_the_earliest_do(price):
     came = offer.groups - len(record.missing)
     assert 12 < came < 24
     assert record.missing[0] >= came - 6
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_upgrades_are_requested_in_bursts(told):
+    """Neighbours that are requested together share a range of an object store."""
+    offer = catalog(64, layered=True)
+    options = ReplayOptions(4.0, 0.02, 1.0, prior=Prior(offer.fp16_bytes / 4.0, 0.02) if told else None)
+    experiment, link = Experiment(offer, options), world("steady", [1e6])
+    played = experiment.play_on(link, 0.0, "anytime", *experiment.prepare(link, 0.0), log=True)
+    at = [line.t for line in played.log if isinstance(line, RequestSent) and line.t > 0.2]
+    assert len(at) > 20
+    assert len(set(at)) < 0.3 * len(at)
 
 
 def test_a_layer_that_only_pays_with_the_one_upon_it_is_the_way_to_that():

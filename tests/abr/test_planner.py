@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from kvabr.abr import Ladder, View
+from kvabr.abr.belief import LinkBelief
 from kvabr.abr.estimators import Prior
+from kvabr.abr.planner import ComputePlanner
 from kvabr.abr.time_planner import TimePlanner
+from kvabr.abr.view import Transfer
 from kvabr.data import default_catalog
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
@@ -140,6 +143,29 @@ def test_no_engine_is_expected_to_begin_behind_groups_before_they_are_published(
     found = TimePlanner(play).divide(play, [1e12], np.zeros_like(stops), stops, engine_s, np.zeros(3))[0]
     assert list(found.network_s) == pytest.approx([0.0, 5.0, 10.0], abs=0.05)
     assert list(found.objective) == pytest.approx([7.0, 12.0, 17.0], abs=0.05)
+
+
+@pytest.mark.parametrize("group", [3, 0, None])
+def test_no_call_begins_behind_a_group_that_is_being_decoded(group):
+    """It would inherit the errors of that group's last track."""
+    cost = PrefillCost.from_rate(1e5)
+    play = View(Ladder(catalog(16, layered=True)), 4.0, cost=cost, time_price=1e-3, gpu_price=1e-3)
+    for each in range(4):
+        play.track_of[each] = "base"
+        play.settled.add(each)
+        play.missing_groups.discard(each)
+    play.solid, play.now, play.rate, play.ttfb_s = 4, 1.0, 1e5, 0.02
+    times, link = TimePlanner(play), LinkBelief()
+    for now in (0.8, 0.9, 1.0):
+        play.now = now
+        link.update(play)
+    planner = ComputePlanner(play, times, link)
+    planner.plan(play)
+    if group is not None:
+        play.decoding = {1: Transfer(1, group, "layer-1", 100, upgrade=True, requested_s=0.9)}
+    call = planner.next(play)
+    first = planner.reserved.start
+    assert (call is None) == (group is not None and first - 8 <= group < first)
 
 
 def test_what_was_computed_keeps_the_errors_of_what_was_in_place_then():
