@@ -120,8 +120,7 @@ class ComputePlanner:
             if same or (self._holds > 0 and not idle):
                 return
         self._holds = view.keeps
-        complete = view.solid >= self.reserved.start
-        self._planned = (first, self._exact(view)), view.rate, view.now, complete
+        inexact = first, self._exact(view)
         self._times.sync(view)
         kept = None
         if last is not None and last[1] > 0:
@@ -136,6 +135,7 @@ class ComputePlanner:
             if self._belief.state in {"unknown", "growing"}:  # give the network a chance to show its rate
                 self._target = self._last(view, first, stop) or first
                 self.reserved = range(first, self._target)
+        self._planned = inexact, view.rate, view.now, view.solid >= self.reserved.start
 
     @property
     def advances(self) -> bool:

@@ -45,12 +45,17 @@ class SharedWork:
         engine_s: Array,
         inherited: Array,
         edges: npt.NDArray[np.intp],
+        after_s: float,
     ) -> None:
-        """Prepare; see `TimePlanner.divide`. ``edges``: parts at which the engine continues, and stops."""
+        """Prepare; see `TimePlanner.divide`.
+
+        ``edges``: parts at which the engine continues, and stops; ``after_s``: see `TimePlanner.after_s`.
+        """
         self._view, self.rate, self._ramp = view, rate, ramp
         self._engine_s, self._inherited = engine_s, inherited
         self._begins, self._ends = edges
-        self._columns, left_s = np.arange(len(stops)), np.full(len(stops), view.time_left)
+        self._left_s = view.time_left - after_s
+        self._columns, left_s = np.arange(len(stops)), np.full(len(stops), self._left_s)
         self._limit_s = left_s - engine_s if view.front_first else left_s
         """Latest end of the network's work that meets the deadline, by stop."""
         self.lacking: npt.NDArray[np.bool_] = stops > view.solid if view.front_first else stops < view.groups
@@ -117,7 +122,7 @@ class SharedWork:
         return least
 
     def _costs(self, lost: Array, ends_s: Array, network_s: Array) -> Divisions:
-        late_s = ends_s - self._view.time_left
+        late_s = ends_s - self._left_s
         late = late_s > _EQUAL_TIME_S
         missed = late * (MISS_PENALTY + late_s / self._view.deadline_s)
         lost = lost + self._inherited

@@ -34,7 +34,7 @@ class TailOffer:
     engine_s: float
     """Seconds that these tokens add to the engine's call."""
     last_resort: bool = False
-    """True if the tail is longer than allowed; only worth it if the deadline would be missed otherwise."""
+    """True if the tail is only worth it if the deadline would be missed otherwise."""
 
 
 def tail_offers(
@@ -45,13 +45,13 @@ def tail_offers(
     limit: int = DEFAULT_MAX_TAIL,
     skip: int = 0,
     block: int = 1,
+    last_resorts: bool = False,
 ) -> list[TailOffer]:
     """Return the ways to divide a prefix, from no tail to the longest.
 
     A tail has whole groups, since a partial group would be fetched whole. It leaves at least one group to fetch; in
-    joined passages, at least one of the last passage. If the engine cannot continue after every group, a play cannot be
-    cut later, so that tails above the limit are offered, too, as a last resort. A few of many ways are offered,
-    including the longest tail.
+    joined passages, at least one of the last passage. If there are many ways, a few are offered, including the longest
+    tail.
 
     Args:
         catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
@@ -60,6 +60,8 @@ def tail_offers(
         limit: maximum tokens of a tail, which must fit into a step of the engine.
         skip: number of leading groups that need not be fetched.
         block: block size of the engine in tokens; a tail begins at a block.
+        last_resorts: if the engine cannot continue after every group, also offer tails that are longer, or that no
+            tokens follow, in case the deadline would be missed otherwise: the play cannot be cut later.
 
     Raises:
         UsageError: a number of tokens is negative or absurd, or everything is skipped.
@@ -75,16 +77,16 @@ def tail_offers(
         return [TailOffer(catalog.suffix(skip), 0, 0.0)]
     first, size = catalog.first_token, catalog.spec.group_tokens
     shortest = max(skip, (last_groups(catalog) or range(groups, groups)).start) if catalog.sources else skip
-    # If the engine cannot continue everywhere, a play cannot be cut later.
-    anywhere = cost is None or {only.kind for only in catalog.spec.classes} <= {"full", "latent"}
+    anywhere = {only.kind for only in catalog.spec.classes} <= {"full", "latent"}
+    last_resorts = last_resorts and cost is not None and not anywhere
     ends: dict[int, int] = {}
     for kept in range(groups - 1, shortest, -1):
         end = catalog.tokens_before(kept) if catalog.sources else kept * size
-        if catalog.tokens - end > limit and anywhere:
+        if catalog.tokens - end > limit and not last_resorts:
             break
         if not (first + end) % block:
             ends[kept] = end
-    possible = list(ends) if following or not anywhere else []
+    possible = list(ends) if following or last_resorts else []
     step = max(1, math.ceil(len(possible) / _MAX_OFFERS))
     alone_s = 0.0 if cost is None else cost.seconds(first + catalog.tokens, following)
     offers = [TailOffer(with_tail(groups, following).suffix(skip), 0, 0.0)]
@@ -97,5 +99,5 @@ def tail_offers(
         engine_s = 0.0
         if cost is not None:
             engine_s = max(0.0, cost.seconds(first + ends[kept], tokens + following) - alone_s)
-        offers.append(TailOffer(fetched, tokens, engine_s, last_resort=tokens > limit))
+        offers.append(TailOffer(fetched, tokens, engine_s, last_resort=tokens > limit or not following))
     return offers

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.belief import MIN_WAIT_S, LinkBelief
+from kvabr.abr.belief import MIN_WAIT_S, Belief, LinkBelief
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.planner import ComputePlanner
 from kvabr.abr.tail import TailOffer
@@ -37,8 +37,10 @@ def tail_costs(
 ) -> list[float]:
     """Return the expected cost of a play with each offer, nats per generated token.
 
+    A last resort costs as much more as a missed deadline.
+
     Args:
-        offers: from `tail_offers`.
+        offers: from `tail_offers`; the first has no tail.
         left_s: seconds to the deadline.
         rate: link rate in earlier plays, bytes per second; 0.0: unknown, and a tail may take only a little of the time
             left.
@@ -50,31 +52,33 @@ def tail_costs(
         max_loss: maximum loss of the cache, nats per generated token.
         decoders: number of groups decoded in parallel.
     """
-    costs = []
+    left_s = max(MIN_WAIT_S, left_s)
+    costs, belief = [], None
     for offer in offers:
         unsure = rate <= 0 and (offer.last_resort or offer.engine_s > _UNKNOWN_RATE_SHARE * left_s)
-        refused = unsure or not math.isfinite(gpu_price)
-        if offer.tokens and refused:
+        if offer.tokens and (unsure or not math.isfinite(gpu_price)):
             costs.append(math.inf)
             continue
-        play_s = max(MIN_WAIT_S, left_s - offer.engine_s)
+        behind = mode == "suffix" or not offer.catalog.every_token
         view = View(
-            Ladder(offer.catalog), play_s, cost, front_first=cost is not None and mode == "suffix",
-            time_price=time_price, gpu_price=gpu_price, max_loss=max_loss, decoders=decoders,
+            Ladder(offer.catalog), left_s, cost, front_first=cost is not None and behind, time_price=time_price,
+            gpu_price=gpu_price, max_loss=max_loss, decoders=decoders,
         )  # fmt: skip
         view.rate = view.prior_rate = rate
         view.ttfb_s = ttfb_s
+        link = LinkBelief()
+        link.update(view)
+        belief = belief or link.rates(view, saved=False)  # the same link for all offers
         after = (time_price + gpu_price) * offer.engine_s if offer.tokens else 0.0
-        costs.append(_expected_cost(view) + after + offer.last_resort * MISS_PENALTY)
+        costs.append(_expected_cost(view, link, belief, offer.engine_s) + after + offer.last_resort * MISS_PENALTY)
     return costs
 
 
-def _expected_cost(view: View) -> float:
+def _expected_cost(view: View, link: LinkBelief, belief: Belief, after_s: float) -> float:
     """Return the least expected cost of a play that has not begun, in nats per generated token."""
-    times, link = TimePlanner(view), LinkBelief()
+    times = TimePlanner(view)
+    times.after_s = after_s
     times.sync(view)
-    link.update(view)
-    belief = link.rates(view, saved=False)
     costs: npt.NDArray[np.float64]
     if view.cost is None:
         none, nothing = np.zeros(1, int), np.zeros(1)

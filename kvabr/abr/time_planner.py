@@ -39,7 +39,7 @@ _REPLACED_BYTE_PRICE = 6.0
 _LATE_SECOND_COST = 1e3
 """Cost of a second after the deadline, in nats per generated token, so that plans that end in time are preferred."""
 _SIMILAR_FACTOR, _EQUAL_FACTOR, _NEAR_FACTOR = 16.0, 1.25, 8.0
-"""Factors within which gains count as similar and as equal, and within which the losses of groups count as equal."""
+"""Factors within which gains count as similar, gains count as equal, and losses of groups are near to each other."""
 _NEGLIGIBLE_PRICE = 1e-18
 """Price that is practically zero, nats; avoids division by zero."""
 UNAVAILABLE_LOSS = 1e9
@@ -115,6 +115,8 @@ class TimePlanner:
         catalog = view.catalog
         tracks, groups = catalog.tracks, catalog.groups
         self.names = [track.name for track in tracks]
+        self.after_s = 0.0
+        """Seconds that the engine takes once the cache is in place; 0.0 if the play's deadline allows for them."""
         self._number = {name: number for number, name in enumerate(self.names)}
         self.losses: Array = np.array([track.loss for track in tracks], dtype=float)
         self._share: Array = np.array(catalog.shares)
@@ -178,7 +180,7 @@ class TimePlanner:
         )
         apart = np.array([[state is not None and state not in stacks[to] for to in self.names] for state in states])
         whole = np.array([[layer in stacks[name] for layer in self.names] for name in self.names], float) @ sizes
-        self._steps[:] = needed.astype(float) @ sizes
+        self._steps[:] = needed @ sizes
         self._offers[-1] = self.losses
         self._offers[:-1] = np.where(self.losses < self.losses[:, None], self.losses, UNAVAILABLE_LOSS)
         self._discards[:-1] = apart[:-1, :, None] * whole[:, None]
@@ -258,7 +260,7 @@ class TimePlanner:
         self._cut = group if self._rest_factors is not None else None
 
     def smallest_first(self, track: str) -> list[int]:
-        """Return all groups by their loss on a track, the smallest first; about equal ones in order.
+        """Return all groups by their loss on a track, the smallest first; those with near losses in order.
 
         Neighbours that are requested together share a range of an object store.
         """
@@ -510,7 +512,7 @@ class TimePlanner:
             edges = np.union1d(np.append(stops, first), edges[:groups:apart])
         options, held = self._parts(view, starts := edges[edges < groups])
         at = np.searchsorted(edges, (first, stops))
-        works = [SharedWork(view, rate, ramp, stops, engine_s, inherited, at) for rate in rates]
+        works = [SharedWork(view, rate, ramp, stops, engine_s, inherited, at, self.after_s) for rate in rates]
         flying, requests = works[0].brought(held)
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
         lacks: Array | None = None

@@ -16,7 +16,7 @@ from kvabr.abr.estimators import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.planner import computed_before_a_lookup
 from kvabr.abr.plugins import policy_class
-from kvabr.abr.tail import MAX_TAIL, TailOffer, tail_offers
+from kvabr.abr.tail import DEFAULT_MAX_TAIL, TailOffer, tail_offers
 from kvabr.abr.tail_costs import tail_costs
 from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.memory import EngineCosts
@@ -99,7 +99,7 @@ class Prepared:
     sha256: str
     limited_by: str | None
     tail: int = 0
-    """Number of last tokens of the asset that the engine computes with the question, on the fetched cache."""
+    """Number of last tokens of the asset that the engine computes on the fetched cache, with the question."""
     tail_s: float = 0.0
     """Seconds that the engine takes for the tail."""
     growing: GrowingCatalog | None = None
@@ -113,14 +113,16 @@ class Prepared:
     @property
     def cut(self) -> str | None:
         """Why the play requests less than the asset; None if it does not."""
-        return f"the last {counted(self.tail, 'token')} are computed with the question" if self.tail else None
+        return f"the engine computes the last {counted(self.tail, 'token')}" if self.tail else None
 
 
-async def prepare(call: PlayCall, found: Found, skip: int = 0, *, uncached: int = 0, block: int = 1) -> Prepared:
+async def prepare(
+    call: PlayCall, found: Found, skip: int = 0, *, uncached: int | None = None, block: int = 1
+) -> Prepared:
     """Fetch the codec profile if it pays and time allows; otherwise omit tracks that need it.
 
-    The engine has the first ``skip`` groups, and computes ``uncached`` tokens after the asset. The prefix may become
-    shorter than the asset (`kvabr.abr.tail`).
+    The engine has the first ``skip`` groups, and computes ``uncached`` tokens after the asset; None: only the tokens of
+    the question. The prefix may become shorter than the asset (`kvabr.abr.tail`).
 
     Raises:
         FormatError: none of the asset's tracks can be decoded here.
@@ -140,8 +142,8 @@ async def prepare(call: PlayCall, found: Found, skip: int = 0, *, uncached: int 
         mode = call.options.mode or call.engine.mode
     choices = partial(
         tail_choices, catalog, call.cost, call.options, call.link, call.left_s,
-        following=uncached + call.options.question_tokens, skip=skip, block=block, decoders=call.decoders,
-        mode=mode,
+        following=(uncached or 0) + call.options.question_tokens, skip=skip, block=block, decoders=call.decoders,
+        mode=mode, last_resorts=uncached is not None,
     )  # fmt: skip
     offer = choose_tail(call.options.policy, *await call.in_time(choices))
     wanted, growing = offer.catalog, None
@@ -206,6 +208,7 @@ def tail_choices(
     block: int = 1,
     decoders: int = 1,
     mode: EngineMode | None = None,
+    last_resorts: bool = False,
 ) -> tuple[list[TailOffer], list[float]]:
     """Return possible divisions of a prefix between network and engine, and the expected cost of a play with each.
 
@@ -213,9 +216,12 @@ def tail_choices(
     ``link``: earlier plays; ``left_s``: seconds to the deadline; ``following``: tokens after the prefix, which the
     engine always computes; ``skip``: leading groups that the engine has; ``block``: block size in tokens; ``decoders``:
     number of decoders in parallel. ``mode``: which other parts of the prefix the engine may compute; None: nothing.
+    ``last_resorts``: see `tail_offers`.
     """
-    most = (0 if cost is None else MAX_TAIL) if options.tail is None else options.tail
-    offers = tail_offers(catalog, cost, following=following, limit=most, skip=skip, block=block)
+    most = (0 if cost is None else DEFAULT_MAX_TAIL) if options.tail is None else options.tail
+    offers = tail_offers(
+        catalog, cost, following=following, limit=most, skip=skip, block=block, last_resorts=last_resorts
+    )
     if len(offers) == 1:
         return offers, [0.0]
     if cost is not None:

@@ -83,6 +83,18 @@ def test_costs_are_finite_whatever_the_time(catalog):
         assert not any(math.isnan(cost) for cost in costs)
 
 
+@pytest.mark.parametrize("cost", [None, SLOW, GPU])
+def test_a_tail_that_is_late_is_never_cheaper_than_one_in_time(catalog, cost):
+    """Also one that alone takes longer than the deadline, and leaves little to fetch."""
+    slow = PrefillCost.from_rate(1000.0)
+    offers, left_s = tail_offers(catalog, slow, following=20, limit=1 << 20), 0.3
+    base = min(track.total_bytes for track in catalog.tracks)
+    costs = tail_costs(offers, left_s, rate=base / (0.6 * left_s), ttfb_s=0.01, cost=cost, **prices())
+    assert costs.index(min(costs)) == 0
+    late = [cost for offer, cost in zip(offers, costs, strict=True) if offer.engine_s > left_s]
+    assert min(late) > 0.5
+
+
 class Longest(Anytime):
     answer: object = None
 
