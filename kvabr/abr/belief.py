@@ -86,9 +86,11 @@ class LinkBelief:
         self._prior_rate = 0.0
         self._round_s = math.inf
         self._silent = self._was_silent = False
-        """True if the first bytes are so late that the link may be dead; and if they were."""
-        self._growing = self._at_prior = False
-        """True if the link may be in slow start; and if the rate is that of earlier plays."""
+        """True if the first bytes are so late that the link may be dead; the second stays True when they arrive."""
+        self._growing = False
+        """True if the link may be in slow start."""
+        self._at_prior = False
+        """True if the rate is still that of earlier plays."""
         self.best_rate = 0.0
         """Highest rate measured so far, bytes per second."""
         self.fast_s = 0.0

@@ -84,8 +84,8 @@ class ComputePlanner:
         self._computed = 0
         self._target = 0
         self._planned: tuple[tuple[int, int], float, float, bool] | None = None
-        """Inputs of the plan: first missing and first inexact group, rate, time; True if the network's prefix was in
-        place."""
+        """Inputs of the plan: first missing and first inexact group, rate, time; in suffix mode, True if the prefix to
+        fetch was in place."""
         self._holds = 0
         """Number of further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0

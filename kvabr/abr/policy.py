@@ -158,7 +158,8 @@ class Policy(ABC):
 
         Args:
             offers: from no tail to the longest.
-            costs: expected cost of a play with each, including time and engine, nats per generated token.
+            costs: expected cost of a play with each, including time and engine, nats per generated token. An offer that
+                is only a last resort costs as much more as a missed deadline.
         """
         good = min(costs)
         return next(index for index, cost in enumerate(costs) if cost <= good)

@@ -6,10 +6,6 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-import pytest
-
-pytest.importorskip("obstore")
-
 SCRIPT = """
 import asyncio, selectors, sys, time
 from kvabr.store.blocking import blocked
