@@ -69,10 +69,8 @@ def tail_offers(
     for what, tokens in (("the question", following), ("the tail", limit)):
         if not 0 <= tokens <= MAX_TAIL:
             raise UsageError(f"{what} must have 0 to {MAX_TAIL:,} tokens, got {tokens:,}")
-    groups, with_tail = (
-        len(catalog.chunks),
-        partial(joined_with_tail if catalog.sources else Catalog.with_tail, catalog),
-    )
+    groups = len(catalog.chunks)
+    with_tail = partial(joined_with_tail if catalog.sources else Catalog.with_tail, catalog)
     if not 0 <= skip < groups:
         return [TailOffer(catalog.suffix(skip), 0, 0.0)]
     first, size = catalog.first_token, catalog.spec.group_tokens

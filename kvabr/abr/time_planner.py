@@ -167,24 +167,21 @@ class TimePlanner:
         """
         if not view.front_first or view.cost is None:
             return None, None
-        with_rest: Array = np.array([factors_if_rest_computed(view.catalog, name) for name in self.names]).swapaxes(
-            0, 1
-        )
+        factors: Array = np.array([factors_if_rest_computed(view.catalog, name) for name in self.names])
+        with_rest: Array = factors.swapaxes(0, 1)
         return with_rest, None if view.prefix else inherited_if_rest_computed(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
-        stacks, sizes = view.ladder.stacks, np.array([track.bytes for track in view.catalog.tracks], float)
-        needed = np.array(
-            [[[layer in view.layers(to, state) for layer in self.names] for to in self.names] for state in states],
-            float,
-        )
-        apart = np.array([[state is not None and state not in stacks[to] for to in self.names] for state in states])
-        whole = np.array([[layer in stacks[name] for layer in self.names] for name in self.names], float) @ sizes
+        names, stacks = self.names, view.ladder.stacks
+        sizes = np.array([track.bytes for track in view.catalog.tracks], float)
+        needed = np.array([[[one in view.layers(to, now) for one in names] for to in names] for now in states], float)
+        apart = np.array([[state is not None and state not in stacks[to] for to in names] for state in states])
+        whole = np.array([[one in stacks[name] for one in names] for name in names], float) @ sizes
         self._steps[:] = needed @ sizes
         self._offers[-1] = self.losses
         self._offers[:-1] = np.where(self.losses < self.losses[:, None], self.losses, UNAVAILABLE_LOSS)
         self._discards[:-1] = apart[:-1, :, None] * whole[:, None]
-        for state in range(len(self.names)):
+        for state in range(len(names)):
             self._steps[state, state] = 0.0
             self._offers[state, state] = self.losses[state]
 
