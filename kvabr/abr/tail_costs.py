@@ -52,7 +52,7 @@ def tail_costs(
         max_loss: maximum loss of the cache, nats per generated token.
         decoders: number of groups decoded in parallel.
     """
-    left_s = max(MIN_WAIT_S, left_s)
+    left_s, link = max(MIN_WAIT_S, left_s), LinkBelief()
     costs, belief = [], None
     for offer in offers:
         unsure = rate <= 0 and (offer.last_resort or offer.engine_s > _UNKNOWN_RATE_SHARE * left_s)
@@ -60,15 +60,15 @@ def tail_costs(
             costs.append(math.inf)
             continue
         behind = mode == "suffix" or not offer.catalog.every_token
+        from_here = None if cost is None else cost.after(offer.catalog.first_token)
         view = View(
-            Ladder(offer.catalog), left_s, cost, front_first=cost is not None and behind, time_price=time_price,
+            Ladder(offer.catalog), left_s, from_here, front_first=cost is not None and behind, time_price=time_price,
             gpu_price=gpu_price, max_loss=max_loss, decoders=decoders,
         )  # fmt: skip
-        view.rate = view.prior_rate = rate
-        view.ttfb_s = ttfb_s
-        link = LinkBelief()
-        link.update(view)
-        belief = belief or link.rates(view, saved=False)  # the same link for all offers
+        view.rate, view.prior_rate, view.ttfb_s = rate, rate, ttfb_s
+        if belief is None:  # the same link for all offers
+            link.update(view)
+            belief = link.rates(view, saved=False)
         after = (time_price + gpu_price) * offer.engine_s if offer.tokens else 0.0
         costs.append(_expected_cost(view, link, belief, offer.engine_s) + after + offer.last_resort * MISS_PENALTY)
     return costs

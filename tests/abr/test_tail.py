@@ -95,6 +95,15 @@ def test_a_tail_that_is_late_is_never_cheaper_than_one_in_time(catalog, cost):
     assert min(late) > 0.5
 
 
+def test_the_front_costs_what_it_costs_after_the_tokens_that_the_engine_has(catalog):
+    near, far = PrefillCost(0.0, 1e-5), PrefillCost(0.0, 1e-5, before_s=1e-3)
+    offers = tail_offers(catalog, near, following=20, skip=8)
+    slow = {"rate": 1e4, "ttfb_s": 0.01} | prices()
+    cheap, dear = (tail_costs(offers, 8.0, cost=cost, **slow) for cost in (near, far))
+    for one, other in zip(cheap, dear, strict=True):
+        assert other - one > 0.9 * 8 * 128 * 1e-3 * 2e-3  # both prices of the time for what is in place
+
+
 class Longest(Anytime):
     answer: object = None
 

@@ -200,24 +200,19 @@ def test_it_ends_with_a_block(sliding):
         assert left.catalog.tokens % block == 0
 
 
-@pytest.mark.parametrize("prefix", [False, True])
 @virtual
-async def test_a_play_after_a_slow_one_leaves_more_to_an_engine_behind_it(libraries, sliding, prefix):
-    engine, rate = Computer(SLIDING), cheapest(sliding) / 4.0
-    options = PlayOptions(prefill_cost=COST, policy="anytime", gpu_price=0.1)
-    async with link(libraries["sliding"], rate=1e6) as peer:
+async def test_a_prefix_after_a_slow_play_leaves_more_to_the_engine(libraries, sliding):
+    options = PlayOptions(policy="anytime", gpu_price=0.1)
+    async with (
+        link(libraries["sliding"], rate=1e6) as peer,
+        AsyncClient(peer, model=SLIDING, engine=Computer(SLIDING), options=options) as client,
+    ):
         peer.peer = "origin.example:443"
-        async with AsyncClient(peer, model=SLIDING, engine=engine, options=options) as client:
-            found = await client.find(LONGER)
-            client._memory.history.record(peer.peer, rate, 0.02)
-            if prefix:
-                played = await client.play_prefix(found, deadline=3.0, cost=COST)
-                assert 0 < played.tokens < played.requested == 160
-                assert played.cut == f"the engine computes the last {160 - played.tokens} tokens"
-            else:
-                played = await client.play(LONGER, deadline=3.0)
-                assert played.met
-                assert played.tokens == 160
+        found = await client.find(LONGER)
+        client._memory.history.record(peer.peer, cheapest(sliding) / 4.0, 0.02)
+        played = await client.play_prefix(found, deadline=3.0, cost=COST)
+    assert 0 < played.tokens < played.requested == 160
+    assert played.cut == f"the engine computes the last {160 - played.tokens} tokens"
     for kv, span, whole in zip(played.parts, played.spans, numbers(SLIDING, LONGER), strict=True):
         assert span.first + span.tokens == played.tokens
         assert torch.allclose(kv.float(), whole[:, :, :, span.first : played.tokens], atol=1.5)
