@@ -23,9 +23,10 @@ from kvabr.client.result import IncompleteError, Played
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import framed, payload_of
 from kvabr.server.certificates import development
+from kvabr.server.live_assets import LiveAssets
 from kvabr.store.admin import names_in
 from kvabr.store.asset import Asset
-from kvabr.store.live import LiveWriter
+from kvabr.store.live import LiveWriter, live_keys
 from kvabr.store.local import LocalStore
 from kvabr.store.locations import open_asset
 from kvabr.store.store_tree import StoreTree
@@ -144,24 +145,38 @@ async def meanwhile(client: AsyncClient, made: Production, process) -> int:
     return await played(client, made)
 
 
-async def late(client: AsyncClient, root: Path, made: Production, groups: int) -> int:
-    """Play every track of the asset that is left, which must have at least ``groups`` groups; return their number."""
-    if made.named(root):
-        while await client.find(TOKENS, salt=made.salt) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # it is in the store, and the origin has not looked since
-    kept = {await played(client, made, f"fixed:{track.name}") for track in made.asset.catalog.tracks}
-    if len(kept) > 1 or min(kept) < groups:
-        raise FoundError("hole", f"{groups} groups were played, {sorted(kept)} are kept")
-    return kept.pop()
-
-
 @dataclass(frozen=True)
 class World:
     """A store that is published, an asset with the frames, and clients of the origin and of a relay."""
 
     root: Path
     asset: Asset
+    live: LiveAssets
     clients: tuple[AsyncClient, AsyncClient]
+
+    def noticed(self, made: Production) -> bool:
+        """Return whether the origin has read everything that an ended producer left."""
+        key = made.live.key
+        if key not in live_keys(LocalStore(self.root)):
+            return True  # it had not begun, or is complete
+        return any(asset.follower.key == key and asset.settled for asset in self.live.assets)
+
+
+async def late(world: World, made: Production, groups: int) -> int:
+    """Play every track of the asset that is left, which must have at least ``groups`` groups; return their number.
+
+    The origin has noticed the end by then: until that, it may take in groups between two plays.
+    """
+    while not world.noticed(made):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    client = world.clients[0]
+    if made.named(world.root):
+        while await client.find(TOKENS, salt=made.salt) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # it is in the store, and the origin has not looked since
+    kept = {await played(client, made, f"fixed:{track.name}") for track in made.asset.catalog.tracks}
+    if len(kept) > 1 or min(kept) < groups:
+        raise FoundError("hole", f"{groups} groups were played, {sorted(kept)} are kept")
+    return kept.pop()
 
 
 async def one(world: World, seed: int) -> tuple[str, str]:
@@ -183,7 +198,7 @@ async def one(world: World, seed: int) -> tuple[str, str]:
         await asyncio.to_thread(process.join)
         async with asyncio.timeout(HANG_S):
             groups = await play
-            kept = await late(world.clients[0], world.root, made, groups)
+            kept = await late(world, made, groups)
     except FoundError as error:
         return str(error.args[0]), f"{error.args[1]} (seed {seed})"
     except TimeoutError:
@@ -214,7 +229,9 @@ async def kill_many(root: Path, runs: int, seed: int = 1, *, at_a_time: int = 4,
             AsyncClient(url_of(at), PeerOptions(fingerprint=at.fingerprint, timeout_s=60.0), model=SPEC)
             for at in (origin, relay)
         ]
-        world = World(folder, asset, tuple([await stack.enter_async_context(client) for client in clients]))
+        world = World(
+            folder, asset, origin.source.live, tuple([await stack.enter_async_context(client) for client in clients])
+        )
 
         async def worker() -> None:
             for number in seeds:
