@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ from kvabr.abr.time_planner import UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import MAX_PARTS, View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
-from kvabr.types.loss import inherited_later
 
 _MIN_GAIN = 0.03
 """Minimum relative gain of a new division over the previous one, or over no computing."""
@@ -262,25 +262,27 @@ class ComputePlanner:
         self, view: View, starts: Sequence[int], rates: Sequence[float], ramp: tuple[float, float] | None
     ) -> list[_Ways]:
         """Return the possible divisions from each of ``starts``, and their costs at each rate."""
-        cost, ends = view.cost, self._ends
+        cost, tokens = view.cost, self._ends
         assert cost is not None  # noqa: S101  # see `plan`
         each = [self._stops(view, 0 if self._suffix else start) for start in starts]
         stops, start = np.concatenate(each), np.repeat(starts, list(map(len, each)))
         if self._suffix:
-            took, inherited = cost.seconds_many(ends[stops], ends[-1] - ends[stops]), np.zeros(len(stops))
+            took, inherited = cost.seconds_many(tokens[stops], tokens[-1] - tokens[stops]), np.zeros(len(stops))
         else:
-            took = cost.seconds_many(ends[start], ends[stops] - ends[start])
-            inherited = np.concatenate(
-                [self._inherited(view, first)[one - first] for first, one in zip(starts, each, strict=True)]
-            )
+            took = cost.seconds_many(tokens[start], tokens[stops] - tokens[start])
+            sums = [np.append(0.0, self._times.inherited(first).cumsum()) for first in starts]
+            inherited = np.concatenate([one[stop - first] for first, stop, one in zip(starts, each, sums, strict=True)])
         engine_s = view.engine_backlog_s + took
         # An infinite price is a rule: the engine computes only groups that the network does not deliver.
         spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, UNAVAILABLE_LOSS, 0.0)
         found = self._times.divide(view, rates, start, stops, engine_s, inherited, ramp=ramp)
         costs = np.array([one.objective for one in found]) + spent
-        parts = np.cumsum([len(one) for one in each])[:-1]
-        columns = (np.split(one, parts, axis=-1) for one in (stops, costs, engine_s, found[-1].network_s))
-        return [_Ways(first, *way) for first, *way in zip(starts, *columns, strict=True)]
+        ends, network_s = accumulate(map(len, each), initial=0), found[-1].network_s
+        parts = [slice(*pair) for pair in pairwise(ends)]
+        return [
+            _Ways(first, stops[at], costs[:, at], engine_s[at], network_s[at])
+            for first, at in zip(starts, parts, strict=True)
+        ]
 
     def _stops(self, view: View, first: int) -> npt.NDArray[np.intp]:
         """Return the groups at which the engine may stop, or in suffix mode start."""
@@ -291,13 +293,6 @@ class ComputePlanner:
         if len(stops) > MAX_PARTS:
             stops = stops[np.unique(np.linspace(0, len(stops) - 1, MAX_PARTS).astype(int))]
         return stops
-
-    def _inherited(self, view: View, first: int) -> Array:
-        """Return the loss that computed groups from ``first`` on inherit from earlier ones, by stop."""
-        total = np.zeros(view.groups - first + 1)
-        for losses, on in self._times.tracks_before(first):
-            total[1:] += np.cumsum(inherited_later(losses, on))
-        return total
 
     # ------------------------------------------------------------------- its calls
 
@@ -311,8 +306,10 @@ class ComputePlanner:
 
     def _call(self, view: View) -> Decision | None:
         first, stop = self.reserved.start, self._target
+        if first > view.solid:
+            return None
         changing = {*view.in_flight.groups, *view.undecoded, *(one.group for one in view.decoding.values())}
-        if first > view.solid or not changing.isdisjoint(range(first - _SETTLED_BEFORE_CALL, first)):
+        if not changing.isdisjoint(range(first - _SETTLED_BEFORE_CALL, first)):
             return None
         if view.track_of[first] is None and first not in view.missing_groups and first < view.edge:
             return None  # the player already left it to the engine

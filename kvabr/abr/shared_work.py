@@ -83,13 +83,12 @@ class SharedWork:
         early_s = doubles_s * np.log1p(np.minimum(nbytes, grown) / (doubles_s * begins))
         return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / self.rate)
 
-    def network_s(self, works: Array, nbytes: Array, flying: Array, queue_s: Array) -> Array:
+    def network_s(self, works: Array, nbytes: Array, flying: Array, queue_s: Array, batch_s: float) -> Array:
         """Return the seconds until everything has arrived and is decoded."""
         view = self._view
         wait_s = (nbytes > 0) * self._wait_s
         last_s = self.carried_s(nbytes + flying) + wait_s
         last_s += works if view.decodes_last else self._decode_s * (nbytes > 0)
-        batch_s = max(view.decode_latency_s(track.name) for track in view.ladder.tracks)
         found: Array = np.maximum(last_s, np.maximum(wait_s, queue_s) + works) + batch_s * (works > 0)
         return found
 

@@ -9,8 +9,9 @@ decoders if the link is faster. A group's options are all tracks above its prese
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvabr.abr.belief import Belief
 from kvabr.abr.shared_work import Divisions, SharedWork, better
 from kvabr.abr.view import MAX_PARTS, Transfer, View, excess
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_computed
+from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_computed, inherited_later
 
 Array = npt.NDArray[np.float64]
 
@@ -122,6 +123,8 @@ class TimePlanner:
         self._share: Array = np.array(catalog.shares)
         self._decode_s: Array = np.array([view.decode_s(name) for name in self.names])
         """Seconds to decode a group, by track."""
+        self._batch_s = max(map(view.decode_latency_s, self.names))
+        """Additional seconds for the last batch."""
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
         self._steps: Array = np.zeros((len(states), *shape))
@@ -129,6 +132,8 @@ class TimePlanner:
         self._discards: Array = np.zeros((len(states), *shape))
         """Bytes that the step makes useless, by state, track and group."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
+        self._above = {name: np.array([name in self._stacks[other] for other in self.names]) for name in self.names}
+        """For each track, True for the tracks that need its data, itself included."""
         self._offers: Array = np.full((len(states), *shape), UNAVAILABLE_LOSS)
         """Loss of the tracks reachable from a state, by state, track and group."""
         self._weigh(view, states)
@@ -246,11 +251,13 @@ class TimePlanner:
                 self._unplayed += sign
         self._stay[group] = loss
 
-    def tracks_before(self, group: int) -> Iterator[tuple[Array, npt.NDArray[np.bool_]]]:
-        """Yield the losses on each track that earlier groups are on, and True for each group that is on it."""
-        for number in np.unique(self._state[:group]):
-            if number >= 0:
-                yield self.losses[number], self._state[:group] == number
+    def inherited(self, first: int) -> Array:
+        """Return the loss that each group from ``first`` on inherits from the earlier ones if it is computed."""
+        tracks = np.unique(self._state[:first])
+        tracks = tracks[tracks >= 0]
+        if not tracks.size:
+            return np.zeros(len(self._state) - first)
+        return inherited_later(self.losses[tracks], self._state[:first] == tracks[:, None])
 
     def cut_at(self, group: int | None) -> None:
         """Set where a suffix engine begins, since it amplifies errors right before; None: it computes nothing."""
@@ -309,11 +316,10 @@ class TimePlanner:
         columns, left_s = np.arange(groups.size), self._left_s(view)
         if self.lost() > view.max_loss:
             left_s = math.inf  # a cache above max_loss is not delivered at the deadline either
-        comes = np.zeros(nbytes.shape)
-        for one, weight in zip(belief.rates, belief.weights, strict=True):
-            begins_s = max(view.ttfb_s, view.outstanding_bytes / one)
-            decoded_s = 0.0 if view.decodes_last else decode
-            comes += weight * (begins_s + nbytes / one + decoded_s <= left_s)
+        rates = np.array(belief.rates)[:, None, None]
+        arrives_s = np.maximum(view.ttfb_s, view.outstanding_bytes / rates) + nbytes / rates
+        in_time = arrives_s + (0.0 if view.decodes_last else decode) <= left_s
+        comes = (np.array(belief.weights)[:, None, None] * in_time).sum(axis=0)
         worth = comes * saving / np.maximum(cost, price * nbytes)
         net = comes * saving - cost
         picks, least = net.argmax(axis=0), 1.0
@@ -321,16 +327,15 @@ class TimePlanner:
             # If the deadline leaves time for some groups only, the largest saving per price wins.
             picks = np.where(net.max(axis=0) > 0.0, picks, worth.argmax(axis=0))
             least = min(1.0, view.time_price / max(plan.second_price, _NEGLIGIBLE_PRICE))
-        apart = np.array([view.ladder.cheapest not in self._stacks[name] for name in self.names])
-        gains = np.where(apart[picks] & coming[groups], 0.0, worth[picks, columns])
+        gains = np.where(self._above[view.ladder.cheapest][picks] | ~coming[groups], worth[picks, columns], 0.0)
         worthy = np.flatnonzero(gains > max(_NEGLIGIBLE_PRICE, least))
         # Of upgrades with a similar gain, tracks that decode slower than they arrive go first, to keep decoders busy
         # until the end. At about equal gains, neighbours follow each other: they share a range of an object store.
         similar, equal = (_rounded(gains[worthy], factor) for factor in (_SIMILAR_FACTOR, _EQUAL_FACTOR))
-        arrives_s = nbytes[picks, columns][worthy] / max(view.rate, _NEGLIGIBLE_PRICE)
-        faster = arrives_s >= decode[picks, columns][worthy] / view.decoders
-        order = np.lexsort((groups[worthy], -equal, faster, -similar))[::-1]
-        return [(float(gains[column]), int(groups[column]), int(picks[column])) for column in worthy[order]]
+        carried_s = nbytes[picks, columns][worthy] / max(view.rate, _NEGLIGIBLE_PRICE)
+        faster = carried_s >= decode[picks, columns][worthy] / view.decoders
+        order = worthy[np.lexsort((groups[worthy], -equal, faster, -similar))[::-1]]
+        return list(zip(gains[order].tolist(), groups[order].tolist(), picks[order].tolist(), strict=True))
 
     @staticmethod
     def _finer(view: View) -> tuple[float, ...]:
@@ -358,44 +363,41 @@ class TimePlanner:
         engine is done with these and its current work. The plan gains nothing by ending sooner.
         """
         price = max(view.time_price, _MIN_TIME_PRICE)
-        # Until the engine is done, time costs nothing.
-        share, level = _prices(_FINER_LEVELS if computed_s > 0 else self._finer(view))
         loss = self._loss_if_rest_computed(self._loss, slice(None))
         now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
-        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now)
         outside = np.ones(len(self._missing))
         outside[computed.start : computed.stop] = 0.0
-        nbytes = picked.bytes @ outside
-        works = picked.work * outside
-        wait_s = (nbytes > 0) * max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
-        arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
-        # The last arrivals are decoded after they arrive, in at least one batch.
-        batch_s = max(map(view.decode_latency_s, self.names))
-        worked_s, queue_s = works.sum(axis=1), view.decode_backlog_s + self._flying_s(view)
-        last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
-        ends_s = np.maximum(last_s, np.maximum(wait_s, queue_s) + worked_s) + batch_s
-        lost = picked.loss @ outside
-        totals = lost + view.time_price * np.maximum(ends_s, computed_s) + excess(lost, view)
-        left_s = self._left_s(view)
-        late_s = np.maximum(0.0, ends_s - left_s)
-        # Use a higher time price only if the plan would be late otherwise.
-        usual = np.append(late_s[level <= 1.0], np.inf).min() <= 0.0
-        best = int(
-            (totals + _LATE_SECOND_COST * late_s + np.where(usual & (level > 1.0), UNAVAILABLE_LOSS, 0.0)).argmin()
-        )
-        idle = np.inf
+        queue_s, left_s = view.decode_backlog_s + self._flying_s(view), self._left_s(view)
+        idle = math.inf
         if not (self._missing * outside).any():
             staying = float(self._staying() @ outside)
-            idle = (
-                staying
-                + float(excess(staying, view))
-                + view.time_price * max(view.outstanding_bytes / rate, queue_s, computed_s)
-            )
-        paid = price * float(level[best])
-        return TimePlan(
-            picked.tracks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
-            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders, paid,
-        )  # fmt: skip
+            waits_s = max(view.outstanding_bytes / rate, queue_s, computed_s)
+            idle = staying + float(excess(staying, view)) + view.time_price * waits_s
+
+        def planned(levels: tuple[float, ...]) -> tuple[float, TimePlan]:
+            link, decoding = (price * each for each in _prices(levels))
+            picked = self._pick(view, rate, link, decoding, now)
+            nbytes, works, lost = picked.bytes @ outside, picked.work * outside, picked.loss @ outside
+            wait_s = (nbytes > 0) * max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
+            arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
+            # The last arrivals are decoded after they arrive, in at least one batch.
+            worked_s = works.sum(axis=1)
+            last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
+            ends_s = np.maximum(last_s, np.maximum(wait_s, queue_s) + worked_s) + self._batch_s
+            totals = lost + view.time_price * np.maximum(ends_s, computed_s) + excess(lost, view)
+            late_cost = _LATE_SECOND_COST * np.maximum(0.0, ends_s - left_s)
+            best = int((totals + late_cost).argmin())
+            at, share = float(link[best]), float(decoding[best])
+            return float(late_cost[best] + totals[best]), TimePlan(
+                picked.tracks[best].tolist(), float(totals[best]), idle, float(nbytes[best]), float(ends_s[best]),
+                at / rate, share / view.decoders, at + share,
+            )  # fmt: skip
+
+        # Until the engine is done, time costs nothing.
+        cost, plan = planned((1.0, *(_FINER_LEVELS if computed_s > 0 else self._finer(view))))
+        if plan.ends_s > left_s:
+            cost, plan = min((cost, plan), planned(_DEADLINE_LEVELS), key=itemgetter(0))
+        return plan
 
     def _later_options(self, view: View) -> _Options:
         """Return the options once everything in flight has arrived; upgrades in flight may also be dropped."""
@@ -413,9 +415,7 @@ class TimePlanner:
             nbytes[:, group], moves[below, group] = self._steps[below, :, group], 0.0
             waste[:, group] = self._discards[below, :, group]
             for transfer in transfers:
-                for number, name in enumerate(self.names):
-                    if transfer.track in self._stacks[name]:
-                        nbytes[number, group] -= transfer.bytes - transfer.remaining
+                nbytes[self._above[transfer.track], group] -= transfer.bytes - transfer.remaining
         return _Options(loss, nbytes, self._work(view, moves), waste)
 
     def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options) -> _Picked:
@@ -452,9 +452,14 @@ class TimePlanner:
 
     def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array]:
         """Return the options of the parts that begin at ``starts``, and their bytes and requests in flight."""
-        options, held = self._later_options(view), np.zeros((2, len(self._missing)))
-        for transfer in view.in_flight.required.values():
-            held[:, transfer.group] += transfer.remaining, 1
+        options, required = self._later_options(view), view.in_flight.required.values()
+        wanted = [transfer.group for transfer in required]
+        held = np.array(
+            [
+                np.bincount(wanted, [transfer.remaining for transfer in required], len(self._missing)),
+                np.bincount(wanted, None, len(self._missing)),
+            ]
+        )
         if len(starts) == len(self._missing):
             return options, held
         # Groups of a part that already have better tracks keep them.
@@ -530,11 +535,10 @@ class TimePlanner:
             decoded_s = np.maximum(work.first_s - decode_s, queue_s) + bases * decode_s
             here_s = np.maximum(here_s, work.lacking * decoded_s)
             begun = np.maximum(here_s, ready_s), self._on_base[stops]
-        with_rest = self._rest_factors
+        with_rest, price = self._rest_factors, max(view.time_price, _MIN_TIME_PRICE)
 
-        def divided(prices: list[tuple[float, Array]]) -> Divisions:
-            link = np.concatenate([price * shares for price, shares in prices])
-            decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
+        def divided(levels: tuple[float, ...]) -> Divisions:
+            link, decoding = (price * each for each in _prices(levels))
             picked = self._pick(view, work.rate, link, decoding, fixed.options)
             sums = work.brought(np.array((picked.work, picked.bytes, picked.loss)))
             if with_rest is not None:
@@ -543,25 +547,22 @@ class TimePlanner:
                 parts = work.brought(np.array((on * picked.loss[:, None], on * fixed.counts)))
                 sums[2] = (parts * with_rest[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
             works, nbytes, lost = sums
-            network_s = work.network_s(works, nbytes, flying, queue_s)
+            network_s = work.network_s(works, nbytes, flying, queue_s, self._batch_s)
             network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
             return work.least(lost, np.maximum(network_s, ready_s), begun)
 
-        prices = [(view.time_price, _LINK_SHARES)]
-        prices += [(level * max(view.time_price, _MIN_TIME_PRICE), _FEW_SHARES) for level in self._finer(view)]
-        found = divided(prices)
+        found = divided((1.0, *self._finer(view)))
         if (found.late & (engine_s <= view.time_left)).any():  # at a higher time price the network may be in time
-            least = max(view.time_price, _MIN_TIME_PRICE)
-            found = better(divided([(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]), found)
+            found = better(divided(_DEADLINE_LEVELS), found)
         return found
 
 
 @cache
-def _prices(finer: tuple[float, ...]) -> tuple[Array, Array]:
-    """Return the link's fraction of each time price to try, and the price as a multiple of the usual one."""
-    levels = (*_DEADLINE_LEVELS, *finer)
-    share = np.append(_LINK_SHARES, np.tile(_FEW_SHARES, len(levels)))
-    return share, np.append(np.ones(len(_LINK_SHARES)), np.repeat(levels, len(_FEW_SHARES)))
+def _prices(levels: tuple[float, ...]) -> tuple[Array, Array]:
+    """Return prices of a second of the link and of the decoders, as multiples of the time price."""
+    shares = [_LINK_SHARES if level == 1.0 else _FEW_SHARES for level in levels]
+    link = np.concatenate([level * share for level, share in zip(levels, shares, strict=True)])
+    return link, np.concatenate([level * (1.0 - share) for level, share in zip(levels, shares, strict=True)])
 
 
 def _rounded(values: Array, factor: float) -> Array:

@@ -281,12 +281,11 @@ class DecodeRates:
         self._observed: dict[str, deque[float]] = {}
         """Logarithms of observed over expected seconds, by family."""
         self._known: dict[str, float] = {}
+        """Corrections by family, until the next observation."""
 
     def seconds(self, track: str) -> float:
         """Return the seconds to decode a full group; 0.0 if unknown."""
-        if (known := self._known.get(track)) is None:
-            known = self._known[track] = self._table[track] * self.correction(track)
-        return known
+        return self._table[track] * self.correction(track)
 
     def latency(self, track: str) -> float:
         """Return the additional seconds per batch."""
@@ -294,12 +293,12 @@ class DecodeRates:
 
     def correction(self, track: str) -> float:
         """Return the ratio of observed to expected decoding times."""
-        observed = self._observed.get(family(track))
-        if observed is None:
+        kind = family(track)
+        if (known := self._known.get(kind)) is None:
             # A machine that is slow for one family is probably slow for all.
-            others = [median(other) for other in self._observed.values()]
-            return math.exp(median(others)) if others else 1.0
-        return math.exp(median(observed))
+            observed = self._observed.get(kind) or [median(other) for other in self._observed.values()] or [0.0]
+            known = self._known[kind] = math.exp(median(observed))
+        return known
 
     def observe(self, track: str, share: float, seconds: float) -> None:
         """Record the time to decode a group up to ``track``; ignore impossible times, as after a clock change.

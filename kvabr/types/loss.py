@@ -187,21 +187,21 @@ def inherited_if_rest_computed(catalog: Catalog, name: str) -> npt.NDArray[np.fl
 
 
 def inherited_later(losses: npt.NDArray[np.float64], on: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Return the loss that each group after the first n inherits if it is computed, from those of the n on one track.
+    """Return the loss that each group after the first n inherits if it is computed.
 
     Args:
-        losses: loss of every group of the prompt on the track.
-        on: True for each of the first n groups that is on the track; the others count as exact.
+        losses: loss of every group of the prompt, by track and group.
+        on: True for each of the first n groups that is on a track, by track and group; the others count as exact.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
-    groups, first = len(losses), len(on)
+    groups, first = losses.shape[1], on.shape[1]
     size = groups + first
-    near = np.append(0.0, np.cumsum(losses[::-1]))[first:groups]
+    near = losses[:, ::-1].cumsum(axis=1)[:, first - 1 : groups - 1] if first else losses
     correlated = np.fft.irfft(np.fft.rfft(losses, size) * np.fft.rfft(on, size).conj(), size)
-    nearness = np.maximum(0.0, correlated[1 : groups - first + 1][::-1])
-    shares = np.divide(nearness, near, out=np.zeros(groups - first), where=near > 0)
-    found: npt.NDArray[np.float64] = INHERITED * losses[first:] * shares
+    nearness = np.maximum(0.0, correlated[:, groups - first : 0 : -1])
+    shares = np.divide(nearness, near, out=np.zeros(near.shape), where=near > 0)
+    found: npt.NDArray[np.float64] = INHERITED * (losses[:, first:] * shares).sum(axis=0)
     return found
 
 

@@ -270,7 +270,7 @@ def test_the_planner_expects_the_inherited_loss_that_the_result_reports(first):
     ]  # exact ones first
     fetched = sum(offer.track(name).loss[group] for group, name in enumerate(tracks) if name != RECOMPUTED)
     later = sum(
-        float(inherited_later(np.array(offer.track(name).loss), np.array([one == name for one in tracks])).sum())
+        float(inherited_later(np.array([offer.track(name).loss]), np.array([[one == name for one in tracks]])).sum())
         for name in set(tracks) - {RECOMPUTED}
     )
     assert predicted_loss(offer, [*tracks, *[RECOMPUTED] * (16 - first)]) == pytest.approx(fetched + later)
