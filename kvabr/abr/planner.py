@@ -323,13 +323,13 @@ class ComputePlanner:
             last = min(stop, self._call_to) if self._belief.state not in {"unknown", "growing"} else self._call_to
         elif view.rate > 0 and stop > first:
             # The link may turn much faster, and a call cannot be stopped. The longer a rate has held, the less likely.
-            arrivals = self._link.arrivals(view, self._belief.rates[-1])
-            (way,) = self.ways(view, [first], [*arrivals.rates, _SPEED_UP * arrivals.rates[-1]], self._belief.ramp)
+            rate = self._belief.rates[-1]
+            (way,) = self.ways(view, [first], [rate, _SPEED_UP * rate], self._belief.ramp)
             count = 1 + int(np.searchsorted(way.stops, stop))
             way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
             held_s = max(MIN_WAIT_S, view.now - self._link.held_since_s)
             faster = _SPEED_UP_WEIGHT * (1.0 - (1.0 + way.engine_s / held_s) ** -2)
-            shares = np.vstack([np.outer(arrivals.weights, 1.0 - faster), faster])
+            shares = np.array([1.0 - faster, faster])
             last = self._first_call(view, way, np.ones((len(shares), 1)), shares, math.inf)
         assert view.cost is not None  # noqa: S101  # see `plan`
         took = view.cost.seconds_many(self._ends[first], self._ends[first + 1 : last + 1] - self._ends[first])
