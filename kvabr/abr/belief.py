@@ -113,11 +113,11 @@ class LinkBelief:
         if view.ttfb_s > 0:  # after an outage, this says little about the round trip
             self._round_s = min(self._round_s, UNKNOWN_TTFB_S if self._was_silent else view.ttfb_s)
 
-    def rates(self, view: View, *, saved: bool) -> Belief:
-        """Return the possible rates; ``saved``: an engine could still meet the deadline without the link."""
+    def rates(self, view: View) -> Belief:
+        """Return the possible rates."""
         growing, silent, slow = self._growing, self._silent, view.rate < SLOW * self.best_rate
         found = self._alive(view, slow=slow)
-        if silent and saved:
+        if silent:
             dead = min(1.0, view.now / view.deadline_s)
             rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, MIN_WAIT_S)
             weights = (dead, *((1.0 - dead) * weight for weight in found.weights))

@@ -178,7 +178,7 @@ class ComputePlanner:
         ``front``: the first missing group; ``kept``: the stop of the last plan, None if the rate was unknown.
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
-        belief = self._belief = self._link.rates(view, saved=computed_s <= view.time_left)
+        belief = self._belief = self._link.rates(view)
         rates, shares = list(belief.rates), np.array(belief.weights)
         # The engine may recompute lossy groups right after the exact ones.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})

@@ -68,7 +68,7 @@ def tail_costs(
         view.rate, view.prior_rate, view.ttfb_s = rate, rate, ttfb_s
         if belief is None:  # the same link for all offers
             link.update(view)
-            belief = link.rates(view, saved=False)
+            belief = link.rates(view)
         after = (time_price + gpu_price) * offer.engine_s if offer.tokens else 0.0
         costs.append(_expected_cost(view, link, belief, offer.engine_s) + after + offer.last_resort * MISS_PENALTY)
     return costs

@@ -85,12 +85,11 @@ from kvabr.types.events import (
 
 _MIN_PLAN_SHARE = 0.1
 """Fraction of the deadline before which the engine gets no groups, since every link looks slow in slow start."""
-_MIN_OVERRULE_SHARE = 0.9
-"""The same for policies that divide the work themselves."""
+_SILENT_SHARE = 0.5
+"""The same for policies that divide the work themselves while the link has delivered nothing; otherwise they are not
+overruled before the deadline."""
 _MAX_PLAY = 4.0
 """Maximum length of a play in full prefills, for its ticks and samples."""
-_SLOW_START = 0.5
-"""The same during slow start, or while the rate is unknown."""
 _MAX_DECISIONS = 64
 """Maximum decisions before pending events are handled."""
 _ABANDONED = 64
@@ -676,8 +675,7 @@ class Session:
         alone = self.guard.policy.computes
         after = 1.0 if alone else _MIN_PLAN_SHARE
         if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
-            # In slow start, such a policy estimates the link better than the measured rate does.
-            after = max(after, _SLOW_START if self.view.growing or self.view.rate <= 0 else _MIN_OVERRULE_SHARE)
+            after = 1.0 if self.view.rate > 0 else _SILENT_SHARE
         dead = not alone and self._dead(now)
         if dead or now >= after * self.view.deadline_s:
             dead = dead or queue.overdue(now, self.groups.absent)

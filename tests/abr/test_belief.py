@@ -19,9 +19,9 @@ def view(now=0.0, rate=0.0, **changes):
     return made
 
 
-def looked(link, play, *, saved=True):
+def looked(link, play):
     link.update(play)
-    return link.rates(play, saved=saved)
+    return link.rates(play)
 
 
 @pytest.mark.parametrize("rates", [(), (0.0,), (-1.0,), (math.inf,), (math.nan,), ("fast",), (None,)])
