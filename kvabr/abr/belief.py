@@ -4,7 +4,8 @@ It combines samples (an estimator's rate and spread), earlier plays on the path,
 
 - For an unknown link, rates spread over three orders of magnitude around the rate that the deadline needs.
 - In slow start, rates up to the present one are excluded.
-- The rate of earlier plays is assumed to be reached within a factor of `LOW_SHARE`.
+- The rate of earlier plays is assumed to be reached within a factor of `LOW_SHARE`; rarely, the link is much faster. So
+  a long call of the engine waits for a sample where waiting is cheap.
 - A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
 - Otherwise the belief is the estimate.
 """
@@ -25,6 +26,8 @@ UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
 """A link below the first fraction of its best rate is slow; it may recover to the second fraction."""
+_SURPRISE = 0.02
+"""Probability that a link is much faster than in earlier plays."""
 _HIGH, _WEIGHTS = 1.25, (0.3, 0.4, 0.3)
 """Rate above the expected one, as a multiple of it, and the weights of the lower, the expected and this rate."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
@@ -51,7 +54,7 @@ class Belief(NamedTuple):
     """Possible rates of a link."""
 
     rates: tuple[float, ...]
-    """Rates in bytes per second, finite and positive; ascending, except that the rate of a dead link is first."""
+    """Rates in bytes per second, finite and positive; ascending, except that an unlikely rate is first."""
     weights: tuple[float, ...]
     """Weight of each rate; their sum is 1."""
     ramp: tuple[float, float] | None = None
@@ -122,13 +125,13 @@ class LinkBelief:
             rate = _DEAD_LINK_SHARE * view.ladder.tracks[0].total_bytes / max(view.time_left, MIN_WAIT_S)
             weights = (dead, *((1.0 - dead) * weight for weight in found.weights))
             found = found._replace(rates=(rate, *found.rates), weights=weights)
-        if growing or slow or silent:
+        if growing or slow or silent or found.state == "prior":
             # The longer the wait so far, the longer it will last.
             since_s = view.now - self.fast_s if slow else 0.0 if growing and not silent else view.now
             learns_s = max(MIN_WAIT_S if view.ttfb_s > 0 else UNKNOWN_TTFB_S, view.ttfb_s, since_s)
             if found.ramp is not None:  # slow start must exclude the lower rate
                 begins, round_s = found.ramp
-                learns_s = max(learns_s, round_s * math.log2(found.rates[0] / begins))
+                learns_s = max(learns_s, round_s * math.log2(min(found.rates) / begins))
             found = found._replace(learns_s=learns_s)
         return found._replace(state="slow" if slow else "silent" if silent else found.state)
 
@@ -160,18 +163,22 @@ class LinkBelief:
         if slow:  # it may be slow only for a moment
             return Belief.of((view.rate or _STALLED_SHARE * self.best_rate, RECOVERED * self.best_rate))
         round_s = self._round_s if view.ttfb_s > 0 else UNKNOWN_TTFB_S
+        left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
         if view.rate > 0 and not self._growing:
             if not self._at_prior:
                 return Belief.of((view.rate,))
             ramp = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s, round_s
-            return Belief.of((LOW_SHARE * view.rate, view.rate))._replace(ramp=ramp, state="prior")
+            high, least = LOADS[1] * view.catalog.fp16_bytes / left_s, 0.5 - 0.5 * _SURPRISE
+            found = Belief.of((LOW_SHARE * view.rate, view.rate))
+            if high > view.rate:
+                found = Belief.of((high, *found.rates), (_SURPRISE, least, least))
+            return found._replace(ramp=ramp, state="prior")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
         if view.prior_rate > view.rate:  # too fast for an initial estimate, but reachable by slow start
             found = Belief.of((max(LOW_SHARE * view.prior_rate, view.rate), view.prior_rate))
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is assumed to carry the base in time.
-        left_s = max(view.time_left, 0.01 * view.deadline_s, MIN_WAIT_S)
         least = max(view.rate, view.ladder.tracks[0].total_bytes / left_s)
         low, high = (load * view.catalog.fp16_bytes / left_s for load in LOADS)
         return Belief.of((max(least, low), max(least, high, GROWTH * view.rate)))._replace(

@@ -31,9 +31,8 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 
 _MIN_GAIN = 0.03
-"""Minimum relative gain of a new division over the previous one, or over no computing."""
-_MAX_WAIT_COST = 1.05
-"""Maximum cost of waiting for a better rate estimate, as a multiple of the least cost of the play."""
+"""Minimum relative gain of a new division over the previous one, or over no computing; in suffix mode also the maximum
+cost of waiting for a better rate estimate, relative to the least cost of the play."""
 _SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
 """Factor by which the link may suddenly become faster, and the maximum probability of that during a call."""
 _MIN_PLAY_COST = 1e-6
@@ -132,7 +131,7 @@ class ComputePlanner:
             self.reserved = range(first, stop)
             self.until_s = view.now + view.engine_backlog_s + self._call_s(view, first, stop)
             self._target = stop
-            if self._belief.state in {"unknown", "growing"}:  # give the network a chance to show its rate
+            if self._belief.state in {"unknown", "growing", "prior"}:  # give the network a chance to show its rate
                 self._target = self._last(view, first, stop) or first
                 self.reserved = range(first, self._target)
         self._planned = inexact, view.rate, view.now, view.solid >= self.reserved.start
@@ -197,16 +196,14 @@ class ComputePlanner:
             if same < len(way.stops) and float(regret[same]) <= (1.0 + _MIN_GAIN) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
-        quiet = belief.state in {"slow", "silent"}
         if len(rates) > 1 and belief.learns_s:
             waited_s = belief.learns_s
             more = view.time_price * waited_s
-            if quiet and computed_s <= view.time_left < computed_s + waited_s:
+            if belief.state in {"slow", "silent"} and computed_s <= view.time_left < computed_s + waited_s:
                 more += MISS_PENALTY  # by then the engine could not meet the deadline
             waits = 1.0 + more / least
             if self._suffix:
-                short = quiet or float(waits.max()) <= _MAX_WAIT_COST
-                self._waits = short and float((shares @ waits)[0]) < float(regret[best])
+                self._waits = float((shares @ waits)[0]) < min(1.0 + _MIN_GAIN, float(regret[best]))
             else:
                 # Waiting costs nothing if the network then delivers everything.
                 waits = np.minimum(waits, way.costs[:, :1] / least)

@@ -104,6 +104,19 @@ def test_an_engine_begins_in_time_where_the_link_brings_nothing(mode, prefix, to
     assert run["ttft_s"] < 3.6
 
 
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", True)])
+@pytest.mark.parametrize("factor", [0.03, 0.1])
+@pytest.mark.parametrize("load", [0.1, 1.0])
+def test_a_link_that_used_to_be_slow_gets_a_chance(mode, prefix, factor, load):
+    """The engine alone would miss the deadline, or take many times as long as the link."""
+    cost, deadline = PrefillCost.from_rate(32 * 128 / 2.7), 2.0
+    told = factor * load * catalog(32, layered=True).fp16_bytes / deadline
+    run = simulated(cost, deadline=deadline, load=load, mode=mode, prefix=prefix, prior=Prior(told, 0.02))
+    alone = simulated(None, deadline=deadline, load=load)
+    assert run["met"]
+    assert run["objective"] <= 1.6 * alone["objective"]
+
+
 @pytest.mark.parametrize("mode", ["hole", "suffix", "prefix"])
 @pytest.mark.parametrize("rate", [3000, 30_000, 300_000])
 @pytest.mark.parametrize("load", [0.1, 1.0])
