@@ -95,8 +95,8 @@ class GroupSet(MutableSet[int]):
                 self._sums[name] -= weights[group]
 
     def total(self, name: str, weights: Sequence[int]) -> int:
-        """Return the sum of the members' weights, cached by ``name`` and updated with every change."""
-        if name not in self._sums:
+        """Return the sum of the members' weights, cached by ``name`` and list, and updated with every change."""
+        if self._weights.get(name) is not weights:
             self._sums[name] = sum(weights[group] for group in self)
             self._weights[name] = weights
         return self._sums[name]

@@ -18,11 +18,21 @@ _MIN_START_SHARE = 0.5
 """Fraction of the deadline before which such a tail never starts."""
 
 
+_MIN_CORRECTION, _MAX_CORRECTION = 1.05, 10.0
+"""Factors by which the engine's times must be wrong to be corrected, and by which they are corrected at most."""
+
+
 class ComputeQueue:
-    """The groups that the engine is computing, and those assigned to it."""
+    """The groups that the engine is computing, and those assigned to it.
+
+    Once a call has ended, the play expects that further calls are slower or faster than the cost says, as this one was.
+    """
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
-        self._cost, self._mode, self._view, self.tick_s = cost, mode, view, tick_s
+        self._told = self._cost = cost
+        self._mode, self._view, self.tick_s = mode, view, tick_s
+        self._took_s = self._expected_s = 0.0
+        """Seconds that the calls took so far, and that they should have taken."""
         self.planned: range = range(0)
         """Groups assigned to the engine until the next plan."""
         self.chosen = GroupSet(view.groups, ())
@@ -45,7 +55,8 @@ class ComputeQueue:
 
     def backlog_s(self, now: float) -> float:
         """Return the seconds until the engine has finished its current groups and all of `chosen`."""
-        running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
+        # A call that takes longer than expected may take as much longer again.
+        running = abs(self._free_s - now) if self.computing is not None else 0.0
         if self.tail < self._view.groups and not self._view.catalog.every_token:
             return running + (0.0 if self.computing else self._seconds(self.tail, self._view.groups))
         return running + (self._waiting_s if self._waiting else 0.0)
@@ -154,12 +165,28 @@ class ComputeQueue:
         self.computing, self.started_s, self._reuses = (first, last), now, 0
         self._free_s = now + self._seconds(first, last)
 
-    def finish(self) -> float:
+    def finish(self, now: float, *, failed: bool = False) -> float:
         """Record the end of a computation; return when it started."""
+        first, last = self.computing or (0, 0)
         for group in self._here():
             self.chosen.discard(group)
         self.computing, self._reuses = None, 0
+        if not failed:
+            begin, end = map(self._view.catalog.tokens_before, (first, last))
+            self._expected_s += self._told.seconds(begin, end - begin)
+            self._took_s += now - self.started_s
+            self._correct()
         return self.started_s
+
+    def _correct(self) -> None:
+        factor = self._took_s / self._expected_s if self._expected_s > 0 else 1.0
+        factor = min(max(factor, 1.0 / _MAX_CORRECTION), _MAX_CORRECTION)
+        if 1.0 / _MIN_CORRECTION < factor < _MIN_CORRECTION:
+            factor = 1.0
+        if (cost := self._told if factor == 1.0 else self._told.scaled(factor)) != self._cost:
+            self._cost = self._view.cost = cost
+            self._each = []
+            self._waiting_s = sum(self._seconds(group, group + 1) for group in self.chosen)
 
     def _seconds(self, first: int, last: int) -> float:
         begin, end = map(self._view.catalog.tokens_before, (first, last))

@@ -360,7 +360,7 @@ class Session:
         if self.over or queue is None or queue.computing != (first, last):
             return
         tail = queue.tail
-        self.engine_done(queue.finish(), now)
+        self.engine_done(queue.finish(now), now)
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
@@ -392,7 +392,7 @@ class Session:
             return
         first, last = queue.computing
         left = {*range(first, last), *queue.chosen}
-        self.engine_done(queue.finish(), now)
+        self.engine_done(queue.finish(now, failed=True), now)
         self.events.emit(RecomputeFailed, now, first, last, reason)
         self.retries.engine_failed(reason)
         self.engine = self.groups.engine = self.view.cost = None
