@@ -45,9 +45,10 @@ _SILENT_ROUNDS, _DEAD_LINK_SHARE = 4.0, 1e-3
 time."""
 
 
-RATE_TOLERANCE, TIME_TOLERANCE, DIVISION_TOLERANCE = 0.1, 0.01, 0.02
+RATE_TOLERANCE, TIME_TOLERANCE, DIVISION_TOLERANCE, HELD_TOLERANCE = 0.1, 0.01, 0.02, 0.25
 """Plans are reused until the rate changes by the first fraction, or until a fraction of the deadline has passed: the
-second for upgrades, the third for the division between network and engine."""
+second for upgrades, the third for the division between network and engine. A division that has held for a while is
+reused for the last fraction of that time in addition."""
 
 
 class Belief(NamedTuple):

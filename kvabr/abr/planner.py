@@ -23,7 +23,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.belief import DIVISION_TOLERANCE, MIN_WAIT_S, RATE_TOLERANCE, UNKNOWN_TTFB_S, Belief, LinkBelief
+from kvabr.abr.belief import (
+    DIVISION_TOLERANCE,
+    HELD_TOLERANCE,
+    MIN_WAIT_S,
+    RATE_TOLERANCE,
+    UNKNOWN_TTFB_S,
+    Belief,
+    LinkBelief,
+)
 from kvabr.abr.policy import Decision, Division
 from kvabr.abr.time_planner import UNAVAILABLE_LOSS, TimePlanner
 from kvabr.abr.view import MAX_PARTS, View
@@ -88,6 +96,8 @@ class ComputePlanner:
         self._holds = 0
         """Number of further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0
+        self._stop, self._held_since_s = -1, 0.0
+        """Where the engine stops in the last division, and since when it does."""
         self._belief = Belief.of((1.0,))
         self._waits = False
         self._call_to: int | None = None
@@ -110,7 +120,8 @@ class ComputePlanner:
         if (last := self._planned) is not None:
             front, rate, then, complete = last
             same = abs(view.rate - rate) <= RATE_TOLERANCE * rate
-            same = same and view.now - then <= DIVISION_TOLERANCE * self._horizon_s(view)
+            tolerated_s = DIVISION_TOLERANCE * self._horizon_s(view) + HELD_TOLERANCE * (then - self._held_since_s)
+            same = same and view.now - then <= tolerated_s
             if self._suffix:  # the rest may now be best left to the engine
                 same = same and complete == (view.solid >= self.reserved.start)
             else:
@@ -125,6 +136,8 @@ class ComputePlanner:
         if last is not None and last[1] > 0:
             kept = self.reserved.start if self._suffix else self.reserved.stop
         first, stop = self._divide(view, first, kept)
+        if stop != self._stop:
+            self._stop, self._held_since_s = stop, view.now
         if self._suffix:
             self.reserved, self.until_s = range(view.groups if self._waits else stop, view.groups), 0.0
         else:
@@ -180,7 +193,8 @@ class ComputePlanner:
         belief = self._belief = self._link.rates(view)
         rates, shares = list(belief.rates), np.array(belief.weights)
         # The engine may recompute lossy groups right after the exact ones.
-        starts = [front] if self._suffix else sorted({front, self._exact(view)})
+        exact = self._exact(view)
+        starts = [front] if self._suffix or front == exact else [exact] if front == view.groups else [exact, front]
         ways = self.ways(view, starts, rates, belief.ramp)
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _MIN_PLAY_COST)
         regrets = [shares @ (way.costs / least) for way in ways]
