@@ -109,19 +109,16 @@ class ComputePlanner:
 
     def plan(self, view: View) -> None:
         """Divide the work between network and engine."""
-        if view.cost is None:
-            self.reserved, self.until_s, self._target = range(0), 0.0, 0
-            return
-        if (first := self._front(view)) == view.groups and view.track_of[-1] == RECOMPUTED:
+        first = self._front(view)
+        if view.cost is None or (first == view.groups and view.track_of[-1] == RECOMPUTED):
             self.reserved, self.until_s = range(0), view.now + view.engine_backlog_s
             self._target, self._planned = 0, None
             return
         self._holds -= 1
         if (last := self._planned) is not None:
             front, rate, then, complete = last
-            same = abs(view.rate - rate) <= RATE_TOLERANCE * rate
             tolerated_s = DIVISION_TOLERANCE * self._horizon_s(view) + HELD_TOLERANCE * (then - self._held_since_s)
-            same = same and view.now - then <= tolerated_s
+            same = abs(view.rate - rate) <= RATE_TOLERANCE * rate and view.now - then <= tolerated_s
             if self._suffix:  # the rest may now be best left to the engine
                 same = same and complete == (view.solid >= self.reserved.start)
             else:
@@ -211,9 +208,8 @@ class ComputePlanner:
                 best = same
         self._waits, self._call_to = False, None
         if len(rates) > 1 and belief.learns_s:
-            waited_s = belief.learns_s
-            more = view.time_price * waited_s
-            if belief.state in {"slow", "silent"} and computed_s <= view.time_left < computed_s + waited_s:
+            more = view.time_price * belief.learns_s
+            if belief.state in {"slow", "silent"} and computed_s <= view.time_left < computed_s + belief.learns_s:
                 more += MISS_PENALTY  # by then the engine could not meet the deadline
             waits = 1.0 + more / least
             if self._suffix:

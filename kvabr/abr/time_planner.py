@@ -25,13 +25,13 @@ from kvabr.types.loss import factors_if_rest_computed, inherited_if_rest_compute
 
 Array = npt.NDArray[np.float64]
 
-_LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
+_LINK_SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0)
 """Fractions of the time price for the link; the decoders get the rest."""
 _DEADLINE_LEVELS = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
 """Factors on the time price to try if the plan would miss the deadline."""
 _FINER_LEVELS = (0.25, 0.01, 1e-3, 0.0)
 """Factors on the time price to try if the loss is limited, or if the engine or the producer may finish last."""
-_FEW_SHARES: Array = np.array([1.0, 0.4])
+_FEW_SHARES = (1.0, 0.4)
 """Fractions as in `_LINK_SHARES`, used with these factors."""
 _MIN_TIME_PRICE = 1e-4
 """Minimum time price to which `_DEADLINE_LEVELS` and `_FINER_LEVELS` apply, in nats per second."""
@@ -560,9 +560,10 @@ class TimePlanner:
 @cache
 def _prices(levels: tuple[float, ...]) -> tuple[Array, Array]:
     """Return prices of a second of the link and of the decoders, as multiples of the time price."""
-    shares = [_LINK_SHARES if level == 1.0 else _FEW_SHARES for level in levels]
-    link = np.concatenate([level * share for level, share in zip(levels, shares, strict=True)])
-    return link, np.concatenate([level * (1.0 - share) for level, share in zip(levels, shares, strict=True)])
+    shares = [(level, share) for level in levels for share in (_LINK_SHARES if level == 1.0 else _FEW_SHARES)]
+    return np.array([level * share for level, share in shares]), np.array(
+        [level * (1.0 - share) for level, share in shares]
+    )
 
 
 def _rounded(values: Array, factor: float) -> Array:

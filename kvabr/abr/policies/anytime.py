@@ -62,10 +62,11 @@ class Anytime(Policy):
             self._planner = ComputePlanner(view, self._times, self._link)
         self._plan: TimePlan | None = None
         self._planned: tuple[object, ...] = ()
-        self._planned_rate = self._planned_s = 0.0
+        self._planned_rate = self._planned_s = self._rate = 0.0
         self._settled = 0
-        self._ranked: list[tuple[float, int, int]] = []
-        """Upgrades as (saving per price, group, track); the first to request is last."""
+        self._ranked: list[tuple[float, int, int]] | None = None
+        """Upgrades of the plan as (saving per price, group, track); the first to request is last. None: not ranked
+        yet."""
         self._over, self._filling = False, True
         self._slow_base = view.decode_s(self._base.name) * view.groups / view.decoders > view.deadline_s
         losses = self._base.loss
@@ -135,7 +136,7 @@ class Anytime(Policy):
             or case != self._planned
             or abs(view.rate - self._planned_rate) > RATE_TOLERANCE * self._planned_rate
             or view.now - self._planned_s > TIME_TOLERANCE * view.deadline_s
-            or (not self._ranked and settled - self._settled > view.keeps and not view.missing_groups)
+            or (self._ranked == [] and settled - self._settled > view.keeps and not view.missing_groups)
         ):
             rate = view.rate or self._link.best_rate * RECOVERED
             if rate <= 0:  # between published groups the link is idle and free to try
@@ -149,7 +150,7 @@ class Anytime(Policy):
             plan = self._times.plan(view, self._link.grown(view, rate), computed, computed_s)
             self._plan, self._planned, self._over = plan, case, False
             self._planned_rate, self._planned_s, self._settled = view.rate, view.now, settled
-            self._ranked = self._times.rank(view, plan, self._link.arrivals(view, rate), computed)
+            self._rate, self._ranked = rate, None
         return plan
 
     def _enough(self, view: View, first: int = _MIN_IN_FLIGHT) -> bool:
@@ -225,6 +226,17 @@ class Anytime(Policy):
             return self._end(view)
         if self._enough(view):
             return Decision.wait("enough is in flight")
+        if (upgrade := self._best_upgrade(view, plan)) is not None:
+            return upgrade
+        if view.in_flight or view.coming:
+            return Decision.wait("every upgrade that is worth the wait is in flight")
+        return self._end(view)
+
+    def _best_upgrade(self, view: View, plan: TimePlan) -> Decision | None:
+        if self._ranked is None:  # not before it is needed: most plans are replaced unused
+            self._times.sync(view)
+            arrivals = self._link.arrivals(view, self._rate)
+            self._ranked = self._times.rank(view, plan, arrivals, self._computed(view)[0])
         while self._ranked:
             gain, group, number = self._ranked.pop()
             track = self._times.names[number]
@@ -232,9 +244,7 @@ class Anytime(Policy):
             if (settled or view.extends(group, track)) and (group, track) not in view.unavailable:
                 self._times.follow(group, track)
                 return Decision.upgrade(group, track, f"saves {min(gain, 1e6):.1f} times its price")
-        if view.in_flight or view.coming:
-            return Decision.wait("every upgrade that is worth the wait is in flight")
-        return self._end(view)
+        return None
 
     def _hopes(self, view: View, flying: float = 0.0) -> bool:
         """Return True to wait for a slow link; ``flying``: loss that upgrades in flight will save."""
