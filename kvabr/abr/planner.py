@@ -88,7 +88,8 @@ class ComputePlanner:
         """Groups reserved for the engine; they are not requested."""
         self.until_s = 0.0
         """When the engine should have computed them, after its current work, in seconds since the play began."""
-        self._computed = 0
+        self._computed = self._ahead = 0
+        """First group that is not assigned to the engine, and the first such group that is not in place."""
         self._target = 0
         self._planned: tuple[tuple[int, int], float, float, bool] | None = None
         """Inputs of the plan: first missing and first inexact group, rate, time; in suffix mode, True if the prefix to
@@ -166,10 +167,10 @@ class ComputePlanner:
 
     def _front(self, view: View) -> int:
         """Return the first group that is neither in place nor assigned to the engine, or the number of groups."""
-        first, track_of = view.solid, view.track_of
-        while first < view.groups and track_of[first] == RECOMPUTED:
-            first += 1
-        return first
+        self._ahead = max(view.solid, self._ahead)
+        while self._ahead < view.groups and view.track_of[self._ahead] == RECOMPUTED:
+            self._ahead += 1
+        return self._ahead
 
     def _exact(self, view: View) -> int:
         """Return the first group that is not assigned to the engine."""

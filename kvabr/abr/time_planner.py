@@ -68,31 +68,20 @@ class TimePlan(NamedTuple):
     """Price of a second of the play in nats; above `View.time_price` if time is short."""
 
 
-class _Options(NamedTuple):
-    """Options of tracks, by track and group."""
-
-    loss: Array
-    bytes: Array
-    work: Array
-    """Seconds of one thread to decode the option, minus the decoding that it saves."""
-    waste: Array
-
-
 class _Picked(NamedTuple):
-    """Chosen tracks at several prices, by price and group."""
+    """Chosen tracks at several prices."""
 
     tracks: npt.NDArray[np.intp]
-    bytes: Array
-    work: Array
-    """Seconds of decoding by all decoders."""
-    loss: Array
+    """By price and group."""
+    options: Array
+    """Loss, bytes, and seconds of decoding by all decoders, by price and group."""
 
 
 class _Fixed(NamedTuple):
     """The parts of a prompt to divide, independent of the rate."""
 
-    options: _Options
-    """Options by track and part."""
+    options: Array
+    """See `TimePlanner._now`, but by track and part."""
     stops: npt.NDArray[np.intp]
     counts: Array
     """Number of groups by part."""
@@ -127,29 +116,23 @@ class TimePlanner:
         """Additional seconds for the last batch."""
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
-        self._steps: Array = np.zeros((len(states), *shape))
-        """Bytes from a state (a track; the last state: none) to a track, by state, track and group."""
-        self._discards: Array = np.zeros((len(states), *shape))
-        """Bytes that the step makes useless, by state, track and group."""
+        self._from: Array = np.zeros((len(states), 4, *shape))
+        """The options of a group in each state (a track; the last state: none), see `_now`; by state first."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
         self._above = {name: np.array([name in self._stacks[other] for other in self.names]) for name in self.names}
         """For each track, True for the tracks that need its data, itself included."""
-        self._offers: Array = np.full((len(states), *shape), UNAVAILABLE_LOSS)
-        """Loss of the tracks reachable from a state, by state, track and group."""
         self._weigh(view, states)
-        self._bytes: Array = self._steps[-1].copy()
-        self._loss: Array = self._offers[-1].copy()
-        """Loss of the tracks that can follow those in flight, by track and group."""
-        self._waste: Array = np.zeros(shape)
-        self._moves: Array = np.ones(shape)
-        """1.0 if the option must be decoded, else 0.0."""
+        self._now: Array = self._from[-1].copy()
+        """The present options by track and group, in four arrays: loss; bytes to request; 1.0 if it must be decoded, or
+        in plans the seconds of one thread, minus the decoding that it saves; bytes that become useless. Tracks that
+        cannot follow those in flight have `UNAVAILABLE_LOSS`."""
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
         self._changed: set[int] = set(range(groups))
         """Groups to check in addition to new `View.changes`."""
         self._read = self._ruled_out = 0
         """Number of entries of `View.changes` read, and of unavailable tracks handled."""
-        self._whole = float(self._steps[-1].sum(axis=1).max())
+        self._whole = float(self._now[1].sum(axis=1).max())
         self._stay: Array = np.full(groups, UNAVAILABLE_LOSS)
         """Loss of each group without further requests."""
         self._lost, self._unplayed = 0.0, groups
@@ -182,30 +165,28 @@ class TimePlanner:
         needed = np.array([[[one in view.layers(to, now) for one in names] for to in names] for now in states], float)
         apart = np.array([[state is not None and state not in stacks[to] for to in names] for state in states])
         whole = np.array([[one in stacks[name] for one in names] for name in names], float) @ sizes
-        self._steps[:] = needed @ sizes
-        self._offers[-1] = self.losses
-        self._offers[:-1] = np.where(self.losses < self.losses[:, None], self.losses, UNAVAILABLE_LOSS)
-        self._discards[:-1] = apart[:-1, :, None] * whole[:, None]
+        loss, nbytes, moves, waste = self._from.swapaxes(0, 1)
+        nbytes[:], moves[:], loss[-1] = needed @ sizes, 1.0, self.losses
+        loss[:-1] = np.where(self.losses < self.losses[:, None], self.losses, UNAVAILABLE_LOSS)
+        waste[:-1] = apart[:-1, :, None] * whole[:, None]
         for state in range(len(names)):
-            self._steps[state, state] = 0.0
-            self._offers[state, state] = self.losses[state]
+            nbytes[state, state] = moves[state, state] = 0.0
+            loss[state, state] = self.losses[state]
 
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
         """Set the track of a group, in place or in flight; None: missing."""
         self._missing[group] = track is None and not computed
         self._flying[group] = self._state[group] = -1
-        if computed or track is None or track not in self._number:
-            self._bytes[:, group], self._loss[:, group] = self._steps[-1, :, group], self._offers[-1, :, group]
-            self._moves[:, group], self._waste[:, group] = 1.0, 0.0
-            if computed or track is not None:  # the engine has it already
-                self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
-            self._stays_at(group, 0.0 if computed or track is not None else UNAVAILABLE_LOSS)
+        if track is None and not computed:
+            self._now[:, :, group] = self._from[-1, :, :, group]
+            self._stays_at(group, UNAVAILABLE_LOSS)
+            return
+        if computed or track not in self._number:  # the engine has it already
+            self._now[:, :, group] = 0.0
+            self._stays_at(group, 0.0)
             return
         state = self._state[group] = self._number[track]
-        self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
-        self._waste[:, group] = self._discards[state, :, group]
-        self._loss[:, group] = self._offers[state, :, group]
-        self._moves[state, group] = 0.0
+        self._now[:, :, group] = self._from[state, :, :, group]
         self._stays_at(group, float(self.losses[state, group]))
         if flying:
             self._flying[group] = state
@@ -306,13 +287,12 @@ class TimePlanner:
         groups = groups[(groups < computed.start) | (groups >= computed.stop)] if computed else groups
         if not groups.size:
             return []
-        loss = self._loss_if_rest_computed(self._loss, slice(None))[:, groups]
-        saving = np.maximum(0.0, self._staying()[groups] - loss) * (self._moves[:, groups] > 0)
-        decode = self._work(view, self._moves)[:, groups]
-        nbytes = np.maximum(1.0, self._bytes[:, groups])
+        loss, nbytes, decode, waste = self._options(view)[..., groups]
+        saving = np.maximum(0.0, self._staying()[groups] - loss) * (self._now[2][:, groups] > 0)
+        nbytes = np.maximum(1.0, nbytes)
         price = max(plan.byte_price, _NEGLIGIBLE_PRICE)
         discard = max(_REPLACED_BYTE_PRICE * price, plan.second_price * view.deadline_s / self._whole)
-        cost = price * nbytes + discard * self._waste[:, groups] + plan.decode_price * decode + _NEGLIGIBLE_PRICE
+        cost = price * nbytes + discard * waste + plan.decode_price * decode + _NEGLIGIBLE_PRICE
         columns, left_s = np.arange(groups.size), self._left_s(view)
         if self.lost() > view.max_loss:
             left_s = math.inf  # a cache above max_loss is not delivered at the deadline either
@@ -353,8 +333,8 @@ class TimePlanner:
         if track in self._stacks.get(self._known[group][0] or "", ()):
             return
         for number, name in enumerate(self.names):
-            if track in self._stacks[name] and self._moves[number, group]:
-                self._loss[number, group] = UNAVAILABLE_LOSS
+            if track in self._stacks[name] and self._now[2, number, group]:
+                self._now[0, number, group] = UNAVAILABLE_LOSS
 
     def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
         """Return the best plan at a rate in bytes per second.
@@ -363,8 +343,7 @@ class TimePlanner:
         engine is done with these and its current work. The plan gains nothing by ending sooner.
         """
         price = max(view.time_price, _MIN_TIME_PRICE)
-        loss = self._loss_if_rest_computed(self._loss, slice(None))
-        now = _Options(loss, self._bytes, self._work(view, self._moves), self._waste)
+        now = self._options(view)
         outside = np.ones(len(self._missing))
         outside[computed.start : computed.stop] = 0.0
         queue_s, left_s = view.decode_backlog_s + self._flying_s(view), self._left_s(view)
@@ -377,7 +356,8 @@ class TimePlanner:
         def planned(levels: tuple[float, ...]) -> tuple[float, TimePlan]:
             link, decoding = (price * each for each in _prices(levels))
             picked = self._pick(view, rate, link, decoding, now)
-            nbytes, works, lost = picked.bytes @ outside, picked.work * outside, picked.loss @ outside
+            lost, nbytes, works = picked.options
+            lost, nbytes, works = lost @ outside, nbytes @ outside, works * outside
             wait_s = (nbytes > 0) * max(0.0, view.ttfb_s - view.outstanding_bytes / rate)
             arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
             # The last arrivals are decoded after they arrive, in at least one batch.
@@ -399,11 +379,15 @@ class TimePlanner:
             cost, plan = min((cost, plan), planned(_DEADLINE_LEVELS), key=itemgetter(0))
         return plan
 
-    def _later_options(self, view: View) -> _Options:
+    def _options(self, view: View) -> Array:
+        """Return the present options, with seconds of decoding, as they are if the engine computes the rest."""
+        now = self._now.copy()
+        now[0], now[2] = self._loss_if_rest_computed(now[0], slice(None)), self._work(view, now[2])
+        return now
+
+    def _later_options(self, view: View) -> Array:
         """Return the options once everything in flight has arrived; upgrades in flight may also be dropped."""
-        loss, nbytes, moves, waste = self._loss, self._bytes, self._moves, self._waste
-        if view.in_flight.upgrades:
-            loss, nbytes, moves, waste = loss.copy(), nbytes.copy(), moves.copy(), waste.copy()
+        later = self._now.copy()
         flying: dict[int, list[Transfer]] = {}
         for transfer in view.in_flight.upgrades.values():
             flying.setdefault(transfer.group, []).append(transfer)
@@ -411,27 +395,23 @@ class TimePlanner:
             if view.track_of[group] not in self._number:
                 continue
             below = self._number[view.catalog.by_name[transfers[0].track].refines or view.ladder.cheapest]
-            loss[:, group], moves[:, group] = self._offers[below, :, group], 1.0
-            nbytes[:, group], moves[below, group] = self._steps[below, :, group], 0.0
-            waste[:, group] = self._discards[below, :, group]
+            later[:, :, group] = self._from[below, :, :, group]
             for transfer in transfers:
-                nbytes[self._above[transfer.track], group] -= transfer.bytes - transfer.remaining
-        return _Options(loss, nbytes, self._work(view, moves), waste)
+                later[1, self._above[transfer.track], group] -= transfer.bytes - transfer.remaining
+        later[2] = self._work(view, later[2])
+        return later
 
-    def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options) -> _Picked:
+    def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: Array) -> _Picked:
         """Return the cheapest tracks at several prices of a second of link and decoders."""
-        work = options.work / view.decoders
+        loss, nbytes, work, waste = options
         discard = (link + decoding)[:, None, None] * view.deadline_s / self._whole
-        link = link[:, None, None] / rate
-        cost = (
-            options.loss
-            + link * options.bytes
-            + np.maximum(_REPLACED_BYTE_PRICE * link, discard) * options.waste
-            + decoding[:, None, None] * work
-        )
-        picks = cost.argmin(axis=1)
+        link, decoding = link[:, None, None] / rate, decoding[:, None, None] / view.decoders
+        wasted = np.maximum(_REPLACED_BYTE_PRICE * link, discard) * waste
+        picks = (loss + link * nbytes + wasted + decoding * work).argmin(axis=1)
         groups = np.arange(picks.shape[1])
-        return _Picked(picks, options.bytes[picks, groups], work[picks, groups], options.loss[picks, groups])
+        picked = options[:3, picks, groups]
+        picked[2] /= view.decoders
+        return _Picked(picks, picked)
 
     def _work(self, view: View, moves: Array) -> Array:
         """Return the seconds to decode each option, minus those of undecoded data that it replaces."""
@@ -450,7 +430,7 @@ class TimePlanner:
         spared = sum(bool(self._flying[group] >= 0) for group in view.undecoded) * view.decode_s(view.ladder.cheapest)
         return max(0.0, float(self._decode_s[flying].sum()) - spared) / view.decoders
 
-    def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array]:
+    def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[Array, Array]:
         """Return the options of the parts that begin at ``starts``, and their bytes and requests in flight."""
         options, required = self._later_options(view), view.in_flight.required.values()
         wanted = [transfer.group for transfer in required]
@@ -460,18 +440,13 @@ class TimePlanner:
                 np.bincount(wanted, None, len(self._missing)),
             ]
         )
-        if len(starts) == len(self._missing):
-            return options, held
-        # Groups of a part that already have better tracks keep them.
-        stay = (options.loss >= UNAVAILABLE_LOSS) & (self._stay < UNAVAILABLE_LOSS)
-        together = _Options(
-            np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
-            *(
-                np.add.reduceat(np.where(stay, 0.0, each), starts, axis=1)
-                for each in (options.bytes, options.work, options.waste)
-            ),
-        )
-        return together, np.add.reduceat(held, starts, axis=1)
+        if len(starts) < len(self._missing):
+            # Groups of a part that already have better tracks keep them.
+            stay = (options[0] >= UNAVAILABLE_LOSS) & (self._stay < UNAVAILABLE_LOSS)
+            options[0] = np.where(stay, self._stay, options[0])
+            options[1:, stay] = 0.0
+            options, held = (np.add.reduceat(each, starts, axis=-1) for each in (options, held))
+        return options, held
 
     @staticmethod
     def _ready_s(view: View, stops: npt.NDArray[np.intp]) -> Array:
@@ -519,7 +494,7 @@ class TimePlanner:
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
         lacks: Array | None = None
         if self._on_base is not None:
-            every = np.array((self._bytes[self._number[view.ladder.cheapest]], np.ones(groups)))
+            every = np.array((self._now[1, self._number[view.ladder.cheapest]], np.ones(groups)))
             lacks = works[0].brought(np.add.reduceat(np.where(self._missing, every, 0.0), starts, axis=1))
         counts, ready_s = np.diff(np.append(starts, groups)), self._ready_s(view, stops)
         fixed = _Fixed(options, stops, counts, engine_s, ready_s, flying, requests, queue_s, lacks)
@@ -540,13 +515,12 @@ class TimePlanner:
         def divided(levels: tuple[float, ...]) -> Divisions:
             link, decoding = (price * each for each in _prices(levels))
             picked = self._pick(view, work.rate, link, decoding, fixed.options)
-            sums = work.brought(np.array((picked.work, picked.bytes, picked.loss)))
+            lost, nbytes, works = work.brought(picked.options)
             if with_rest is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
-                parts = work.brought(np.array((on * picked.loss[:, None], on * fixed.counts)))
-                sums[2] = (parts * with_rest[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
-            works, nbytes, lost = sums
+                parts = work.brought(np.array((on * picked.options[0][:, None], on * fixed.counts)))
+                lost = (parts * with_rest[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
             network_s = work.network_s(works, nbytes, flying, queue_s, self._batch_s)
             network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
             return work.least(lost, np.maximum(network_s, ready_s), begun)

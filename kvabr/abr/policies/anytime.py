@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvabr.abr.belief import GROWTH, RATE_TOLERANCE, RECOVERED, SLOW, TIME_TOLERANCE, LinkBelief
 from kvabr.abr.estimators import LOW_SHARE
 from kvabr.abr.policy import Decision, Division, Policy
-from kvabr.abr.view import View
+from kvabr.abr.view import MAX_PARTS, View
 from kvabr.types.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ class Anytime(Policy):
             plan is None
             or case != self._planned
             or abs(view.rate - self._planned_rate) > RATE_TOLERANCE * self._planned_rate
-            or view.now - self._planned_s > TIME_TOLERANCE * view.deadline_s
+            # Plans of long prompts take longer.
+            or view.now - self._planned_s > TIME_TOLERANCE * view.deadline_s * (1.0 + view.keeps / MAX_PARTS)
             or (self._ranked == [] and settled - self._settled > view.keeps and not view.missing_groups)
         ):
             rate = view.rate or self._link.best_rate * RECOVERED
