@@ -18,14 +18,14 @@ _MIN_START_SHARE = 0.5
 """Fraction of the deadline before which such a tail never starts."""
 
 
-_MIN_CORRECTION, _MAX_CORRECTION = 1.05, 10.0
-"""Factors by which the engine's times must be wrong to be corrected, and by which they are corrected at most."""
+_MAX_CORRECTION = 10.0
+"""Maximum factor by which the engine may be slower than its cost says."""
 
 
 class ComputeQueue:
     """The groups that the engine is computing, and those assigned to it.
 
-    Once a call has ended, the play expects that further calls are slower or faster than the cost says, as this one was.
+    Once a call took longer than the cost says, further ones are expected to take as much longer.
     """
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
@@ -179,10 +179,9 @@ class ComputeQueue:
         return self.started_s
 
     def _correct(self) -> None:
-        factor = self._took_s / self._expected_s if self._expected_s > 0 else 1.0
-        factor = min(max(factor, 1.0 / _MAX_CORRECTION), _MAX_CORRECTION)
-        if 1.0 / _MIN_CORRECTION < factor < _MIN_CORRECTION:
-            factor = 1.0
+        # A short call may be late only by its handover; a fast one may have found tokens in the engine's own cache.
+        late = self._took_s > self._expected_s + self.tick_s and self._expected_s > 0
+        factor = min(self._took_s / self._expected_s, _MAX_CORRECTION) if late else 1.0
         if (cost := self._told if factor == 1.0 else self._told.scaled(factor)) != self._cost:
             self._cost = self._view.cost = cost
             self._each = []

@@ -1,4 +1,4 @@
-"""Engines that are slower or faster than their cost says."""
+"""Engines that are slower than their cost says."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def run(queue, first, last, now, factor):
     return now
 
 
-@pytest.mark.parametrize("factor", [0.3, 3.0])
+@pytest.mark.parametrize("factor", [1.5, 3.0])
 def test_calls_take_as_much_longer_as_the_last_ones_took(factor):
     queue, view = queue_of()
     queue.choose(range(3, 6))
@@ -43,17 +43,17 @@ def test_calls_take_as_much_longer_as_the_last_ones_took(factor):
     assert queue.backlog_s(now) == 0.0
 
 
-def test_times_that_are_right_are_left_as_they_are():
+@pytest.mark.parametrize(("first", "last", "factor"), [(0, 8, 1.05), (0, 1, 1.4), (0, 8, 0.0), (0, 8, 0.3)])
+def test_calls_that_are_less_than_a_tick_late_or_fast_change_nothing(first, last, factor):
     queue, view = queue_of()
-    run(queue, 0, 2, 0.0, 1.03)
+    run(queue, first, last, 0.0, factor)
     assert view.cost == COST
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e-6, 1e6])
-def test_a_clock_that_jumps_does_not_spoil_a_play(factor):
+def test_a_clock_that_jumps_does_not_spoil_a_play():
     queue, view = queue_of()
-    run(queue, 0, 2, 0.0, factor)
-    assert 0.09 < view.cost.seconds(0, 512) / COST.seconds(0, 512) < 11.0
+    run(queue, 0, 2, 0.0, 1e6)
+    assert view.cost.seconds(0, 512) / COST.seconds(0, 512) == pytest.approx(10.0)
 
 
 def test_calls_that_failed_say_nothing():
