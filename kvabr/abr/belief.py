@@ -55,7 +55,8 @@ class Belief(NamedTuple):
     """Possible rates of a link."""
 
     rates: tuple[float, ...]
-    """Rates in bytes per second, finite and positive; ascending, except that an unlikely rate is first."""
+    """Rates in bytes per second, finite and positive; ascending, after the rates of a dead link and of one
+    that is much faster than in earlier plays."""
     weights: tuple[float, ...]
     """Weight of each rate; their sum is 1."""
     ramp: tuple[float, float] | None = None

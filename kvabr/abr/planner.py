@@ -210,7 +210,7 @@ class ComputePlanner:
         self._waits, self._call_to = False, None
         if len(rates) > 1 and belief.learns_s:
             more = view.time_price * belief.learns_s
-            if belief.state in {"slow", "silent"} and computed_s <= view.time_left < computed_s + belief.learns_s:
+            if computed_s <= view.time_left < computed_s + belief.learns_s:
                 more += MISS_PENALTY  # by then the engine could not meet the deadline
             waits = 1.0 + more / least
             if self._suffix:

@@ -131,7 +131,7 @@ class Policy(ABC):
 
     computes: ClassVar[bool] = False
     """True if only the policy assigns work to the engine before the deadline. Otherwise the player also assigns groups
-    that will be late."""
+    that will be late; to policies that divide the work, only if the link delivers nothing."""
 
     divides: ClassVar[bool] = False
     """True if the policy weighs computing against fetching. Then a prompt that the engine computes faster than a usual

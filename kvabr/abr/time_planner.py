@@ -34,7 +34,7 @@ _FINER_LEVELS = (0.25, 0.01, 1e-3, 0.0)
 _FEW_SHARES = (1.0, 0.4)
 """Fractions as in `_LINK_SHARES`, used with these factors."""
 _MIN_TIME_PRICE = 1e-4
-"""Minimum time price to which `_DEADLINE_LEVELS` and `_FINER_LEVELS` apply, in nats per second."""
+"""Minimum time price for choosing tracks, in nats per second."""
 _REPLACED_BYTE_PRICE = 6.0
 """Price of a replaced byte, as a multiple of that of a requested one, since other plays could have used it."""
 _LATE_SECOND_COST = 1e3
@@ -354,7 +354,7 @@ class TimePlanner:
             idle = staying + float(excess(staying, view)) + view.time_price * waits_s
 
         def planned(levels: tuple[float, ...]) -> tuple[float, TimePlan]:
-            link, decoding = (price * each for each in _prices(levels))
+            link, decoding, second = (price * each for each in _prices(levels))
             picked = self._pick(view, rate, link, decoding, now)
             lost, nbytes, works = picked.options
             lost, nbytes, works = lost @ outside, nbytes @ outside, works * outside
@@ -367,10 +367,9 @@ class TimePlanner:
             totals = lost + view.time_price * np.maximum(ends_s, computed_s) + excess(lost, view)
             late_cost = _LATE_SECOND_COST * np.maximum(0.0, ends_s - left_s)
             best = int((totals + late_cost).argmin())
-            at, share = float(link[best]), float(decoding[best])
             return float(late_cost[best] + totals[best]), TimePlan(
                 picked.tracks[best].tolist(), float(totals[best]), idle, float(nbytes[best]), float(ends_s[best]),
-                at / rate, share / view.decoders, at + share,
+                float(link[best]) / rate, float(decoding[best]) / view.decoders, float(second[best]),
             )  # fmt: skip
 
         # Until the engine is done, time costs nothing.
@@ -513,7 +512,7 @@ class TimePlanner:
         with_rest, price = self._rest_factors, max(view.time_price, _MIN_TIME_PRICE)
 
         def divided(levels: tuple[float, ...]) -> Divisions:
-            link, decoding = (price * each for each in _prices(levels))
+            link, decoding, _ = (price * each for each in _prices(levels))
             picked = self._pick(view, work.rate, link, decoding, fixed.options)
             lost, nbytes, works = work.brought(picked.options)
             if with_rest is not None:
@@ -532,12 +531,15 @@ class TimePlanner:
 
 
 @cache
-def _prices(levels: tuple[float, ...]) -> tuple[Array, Array]:
-    """Return prices of a second of the link and of the decoders, as multiples of the time price."""
-    shares = [(level, share) for level in levels for share in (_LINK_SHARES if level == 1.0 else _FEW_SHARES)]
-    return np.array([level * share for level, share in shares]), np.array(
-        [level * (1.0 - share) for level, share in shares]
-    )
+def _prices(levels: tuple[float, ...]) -> tuple[Array, Array, Array]:
+    """Return prices of a second of the link, of the decoders, and of the play, as multiples of the time price."""
+    prices = [
+        (level * share, level * (1.0 - share), level)
+        for level in levels
+        for share in (_LINK_SHARES if level == 1.0 else _FEW_SHARES)
+    ]
+    link, decoding, second = np.array(prices).T.copy()
+    return link, decoding, second
 
 
 def _rounded(values: Array, factor: float) -> Array:

@@ -25,7 +25,8 @@ _MAX_CORRECTION = 10.0
 class ComputeQueue:
     """The groups that the engine is computing, and those assigned to it.
 
-    Once a call took longer than the cost says, further ones are expected to take as much longer.
+    If the calls so far took longer than the cost says, by more than a tick, further ones are expected to take as much
+    longer.
     """
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:

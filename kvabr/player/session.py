@@ -86,7 +86,7 @@ from kvabr.types.events import (
 _MIN_PLAN_SHARE = 0.1
 """Fraction of the deadline before which the engine gets no groups, since every link looks slow in slow start."""
 _SILENT_SHARE = 0.5
-"""The same for policies that divide the work themselves while the link has delivered nothing; otherwise they are not
+"""The same for policies that divide the work themselves, while the link delivers nothing; otherwise they are not
 overruled before the deadline."""
 _MAX_PLAY = 4.0
 """Maximum length of a play in full prefills, for its ticks and samples."""
@@ -361,6 +361,8 @@ class Session:
             return
         tail = queue.tail
         self.engine_done(queue.finish(now), now)
+        if self.alone_s is not None and self.view.cost is not None:
+            self.alone_s = max(self.alone_s, self.view.cost.seconds(0, self.catalog.tokens))
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
@@ -675,7 +677,7 @@ class Session:
         alone = self.guard.policy.computes
         after = 1.0 if alone else _MIN_PLAN_SHARE
         if self.guard.policy.divides and math.isfinite(self.config.gpu_price):
-            after = 1.0 if self.view.rate > 0 else _SILENT_SHARE
+            after = max(after, 1.0 if self.view.rate > 0 else _SILENT_SHARE)
         dead = not alone and self._dead(now)
         if dead or now >= after * self.view.deadline_s:
             dead = dead or queue.overdue(now, self.groups.absent)

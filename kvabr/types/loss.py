@@ -187,7 +187,7 @@ def inherited_if_rest_computed(catalog: Catalog, name: str) -> npt.NDArray[np.fl
 
 
 def inherited_later(losses: npt.NDArray[np.float64], on: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Return the loss that each group after the first n inherits if it is computed.
+    """Return the loss that each group after the first n, at least 1, inherits if it is computed.
 
     Args:
         losses: loss of every group of the prompt, by track and group.
@@ -197,7 +197,7 @@ def inherited_later(losses: npt.NDArray[np.float64], on: npt.NDArray[np.bool_]) 
 
     groups, first = losses.shape[1], on.shape[1]
     size = groups + first
-    near = losses[:, ::-1].cumsum(axis=1)[:, first - 1 : groups - 1] if first else losses
+    near = losses[:, ::-1].cumsum(axis=1)[:, first - 1 : groups - 1]
     correlated = np.fft.irfft(np.fft.rfft(losses, size) * np.fft.rfft(on, size).conj(), size)
     nearness = np.maximum(0.0, correlated[:, groups - first : 0 : -1])
     shares = np.divide(nearness, near, out=np.zeros(near.shape), where=near > 0)
