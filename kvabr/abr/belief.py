@@ -170,15 +170,14 @@ class LinkBelief:
             if not self._at_prior:
                 return Belief.of((view.rate,))
             ramp = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s, round_s
-            high, least = LOADS[1] * view.catalog.fp16_bytes / left_s, 0.5 - 0.5 * _SURPRISE
-            found = Belief.of((LOW_SHARE * view.rate, view.rate))
-            if high > view.rate:
-                found = Belief.of((high, *found.rates), (_SURPRISE, least, least))
-            return found._replace(ramp=ramp, state="prior")
+            return _told(view, LOW_SHARE * view.rate, view.rate, left_s)._replace(ramp=ramp, state="prior")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
         if view.prior_rate > view.rate:  # too fast for an initial estimate, but reachable by slow start
             found = Belief.of((max(LOW_SHARE * view.prior_rate, view.rate), view.prior_rate))
+            return found._replace(ramp=(begins, round_s), state=state)
+        if 0.0 < view.rate <= GROWTH * view.prior_rate:
+            found = _told(view, view.rate, GROWTH * view.prior_rate, left_s)
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is assumed to carry the base in time.
         least = max(view.rate, view.ladder.tracks[0].total_bytes / left_s)
@@ -198,3 +197,9 @@ class LinkBelief:
             self._rates.popleft()
         known = bool(self._rates) and self._rates[0][0] <= before_s
         return view.growing or not known or view.rate > _MIN_GROWTH * self._rates[0][1]
+
+
+def _told(view: View, low: float, rate: float, left_s: float) -> Belief:
+    """Return a belief in two rates near that of earlier plays, or in a much higher one."""
+    high, weight = LOADS[1] * view.catalog.fp16_bytes / left_s, 0.5 - 0.5 * _SURPRISE
+    return Belief.of((high, low, rate), (_SURPRISE, weight, weight)) if high > rate else Belief.of((low, rate))

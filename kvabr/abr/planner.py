@@ -210,8 +210,8 @@ class ComputePlanner:
         self._waits, self._call_to = False, None
         if len(rates) > 1 and belief.learns_s:
             more = view.time_price * belief.learns_s
-            if computed_s <= view.time_left < computed_s + belief.learns_s:
-                more += MISS_PENALTY  # by then the engine could not meet the deadline
+            if 0.0 <= view.time_left - computed_s < belief.learns_s + 2.0 * DIVISION_TOLERANCE * view.deadline_s:
+                more += MISS_PENALTY  # at the next decision the engine could not meet the deadline
             waits = 1.0 + more / least
             if self._suffix:
                 self._waits = float((shares @ waits)[0]) < min(1.0 + _MIN_GAIN, float(regret[best]))
@@ -250,7 +250,10 @@ class ComputePlanner:
         stop, ``least`` their minimum by rate. ``shares`` has the weight of each rate, or of each rate and stop.
         ``waiting`` is the cost of waiting for a better rate, as a multiple of the least cost.
         """
-        again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
+        constant_s, spare_s = self._constant_s(view, way.start), view.time_left - float(way.engine_s[-1])
+        again = constant_s * (view.time_price + min(view.gpu_price, 1.0))
+        if 0.0 <= spare_s < constant_s:
+            again += MISS_PENALTY  # after another call the engine could not meet the deadline
         cheapest_after = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
         cheapest_after = np.concatenate(
             [cheapest_after[:, 1:] + again, np.full((len(cheapest_after), 1), np.inf)], axis=1

@@ -117,6 +117,17 @@ def test_a_link_that_used_to_be_slow_gets_a_chance(mode, prefix, factor, load):
     assert run["objective"] <= 1.6 * alone["objective"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rate", "told"), [(1.97, 1.0, 1.0), (1.94, 0.1, 0.005), (1.94, 0.0, 1.0), (1.86, 0.1, 0.005)]
+)
+def test_an_engine_that_only_just_meets_the_deadline_waits_for_no_sample(seconds, rate, told):
+    """``rate`` and ``told`` are multiples of the rate that brings the base in time."""
+    base = sum(catalog(32, layered=True).track("base").bytes) / 2.0
+    cost, how = PrefillCost(0.01, (seconds - 0.01) / (32 * 128)), {"mode": "suffix", "prior": Prior(told * base, 0.05)}
+    run = simulated(cost, rates=[rate * base] * 400 + [1.0], deadline=2.0, rtt=0.05, **how)
+    assert run["met"]
+
+
 @pytest.mark.parametrize("mode", ["hole", "suffix", "prefix"])
 @pytest.mark.parametrize("rate", [3000, 30_000, 300_000])
 @pytest.mark.parametrize("load", [0.1, 1.0])
