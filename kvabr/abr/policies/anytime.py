@@ -62,7 +62,7 @@ class Anytime(Policy):
             self._planner = ComputePlanner(view, self._times, self._link)
         self._plan: TimePlan | None = None
         self._planned: tuple[object, ...] = ()
-        self._planned_rate = self._planned_s = self._rate = 0.0
+        self._planned_rate = self._planned_s = self._link_rate = 0.0
         self._settled = 0
         self._ranked: list[tuple[float, int, int]] | None = None
         """Upgrades of the plan as (saving per price, group, track); the first to request is last. None: not ranked
@@ -151,7 +151,7 @@ class Anytime(Policy):
             plan = self._times.plan(view, self._link.grown(view, rate), computed, computed_s)
             self._plan, self._planned, self._over = plan, case, False
             self._planned_rate, self._planned_s, self._settled = view.rate, view.now, settled
-            self._rate, self._ranked = rate, None
+            self._link_rate, self._ranked = rate, None
         return plan
 
     def _enough(self, view: View, first: int = _MIN_IN_FLIGHT) -> bool:
@@ -236,7 +236,7 @@ class Anytime(Policy):
     def _best_upgrade(self, view: View, plan: TimePlan) -> Decision | None:
         if self._ranked is None:  # not before it is needed: most plans are replaced unused
             self._times.sync(view)
-            arrivals = self._link.arrivals(view, self._rate)
+            arrivals = self._link.arrivals(view, self._link_rate)
             self._ranked = self._times.rank(view, plan, arrivals, self._computed(view)[0])
         while self._ranked:
             gain, group, number = self._ranked.pop()
