@@ -26,7 +26,7 @@ UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
 """A link below the first fraction of its best rate is slow; it may recover to the second fraction."""
-_SURPRISE = 0.02
+_SURPRISE = 0.002
 """Probability that a link is much faster than in earlier plays."""
 _HIGH, _WEIGHTS = 1.25, (0.3, 0.4, 0.3)
 """Rate above the expected one, as a multiple of it, and the weights of the lower, the expected and this rate."""
