@@ -214,7 +214,8 @@ class ComputePlanner:
                 more += MISS_PENALTY  # at the next decision the engine could not meet the deadline
             waits = 1.0 + more / least
             if self._suffix:
-                self._waits = float((shares @ waits)[0]) < min(1.0 + _MIN_GAIN, float(regret[best]))
+                waited = float((shares @ (view.time_price * view.now / least))[0])
+                self._waits = float((shares @ waits)[0]) < min(1.0 + _MIN_GAIN - waited, float(regret[best]))
             else:
                 # Waiting costs nothing if the network then delivers everything.
                 waits = np.minimum(waits, way.costs[:, :1] / least)
