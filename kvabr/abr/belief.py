@@ -5,7 +5,7 @@ It combines samples (an estimator's rate and spread), earlier plays on the path,
 - For an unknown link, rates spread over three orders of magnitude around the rate that the deadline needs.
 - In slow start, rates up to the present one are excluded.
 - The rate of earlier plays is assumed to be reached within a factor of `LOW_SHARE`; rarely, the link is much faster. So
-  a long call of the engine waits for a sample where waiting is cheap.
+  a call of the engine that would miss the deadline waits for a sample first.
 - A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
 - Otherwise the belief is the estimate.
 """
@@ -26,8 +26,9 @@ UNKNOWN_TTFB_S = 0.04
 """Assumed seconds to first byte of an unknown peer."""
 SLOW, RECOVERED = 0.3, 0.5
 """A link below the first fraction of its best rate is slow; it may recover to the second fraction."""
-_SURPRISE = 0.002
-"""Probability that a link is much faster than in earlier plays."""
+_SURPRISE = 2e-5
+"""Probability that a link is much faster than in earlier plays. It is so small that a call of the engine waits only if
+it would miss the deadline, and such a link would not."""
 _HIGH, _WEIGHTS = 1.25, (0.3, 0.4, 0.3)
 """Rate above the expected one, as a multiple of it, and the weights of the lower, the expected and this rate."""
 _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
