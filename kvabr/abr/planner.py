@@ -16,7 +16,7 @@ longer a link is silent, the more likely it is dead; waiting ends before the eng
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -90,10 +90,12 @@ class ComputePlanner:
         """When the engine should have computed them, after its current work, in seconds since the play began."""
         self._computed = self._ahead = 0
         """First group that is not assigned to the engine, and the first such group that is not in place."""
+        self._called_to = 0
+        """Group after the last one of the engine's calls."""
         self._target = 0
-        self._planned: tuple[tuple[int, int], float, float, bool] | None = None
-        """Inputs of the plan: first missing and first inexact group, rate, time; in suffix mode, True if the prefix to
-        fetch was in place."""
+        self._planned: tuple[tuple[int, int, int], float, float, bool] | None = None
+        """Inputs of the plan: first missing and first inexact group and the end of the last call; rate; time; in suffix
+        mode, True if the prefix to fetch was in place."""
         self._holds = 0
         """Number of further decisions before the plan may change, see `View.keeps`."""
         self._network_s = 0.0
@@ -110,30 +112,29 @@ class ComputePlanner:
 
     def plan(self, view: View) -> None:
         """Divide the work between network and engine."""
-        first = self._front(view)
-        if view.cost is None or (first == view.groups and view.track_of[-1] == RECOMPUTED):
+        place = front, _, _ = self._front(view), self._exact(view), self._called_to
+        if view.cost is None or (front == view.groups and view.track_of[-1] == RECOMPUTED):
             self.reserved, self.until_s = range(0), view.now + view.engine_backlog_s
             self._target, self._planned = 0, None
             return
         self._holds -= 1
         if (last := self._planned) is not None:
-            front, rate, then, complete = last
+            before, rate, then, complete = last
             tolerated_s = DIVISION_TOLERANCE * self._horizon_s(view) + HELD_TOLERANCE * (then - self._held_since_s)
             same = abs(view.rate - rate) <= RATE_TOLERANCE * rate and view.now - then <= tolerated_s
             if self._suffix:  # the rest may now be best left to the engine
                 same = same and complete == (view.solid >= self.reserved.start)
             else:
-                same = same and front == (first, self._exact(view))
+                same = same and before == place
             idle = view.engine_backlog_s <= 0 and not self._suffix
             if same or (self._holds > 0 and not idle):
                 return
         self._holds = view.keeps
-        inexact = first, self._exact(view)
         self._times.sync(view)
         kept = None
         if last is not None and last[1] > 0:
             kept = self.reserved.start if self._suffix else self.reserved.stop
-        first, stop = self._divide(view, first, kept)
+        first, stop = self._divide(view, front, kept)
         if stop != self._stop:
             self._stop, self._held_since_s = stop, view.now
         if self._suffix:
@@ -145,7 +146,7 @@ class ComputePlanner:
             if self._belief.state in {"unknown", "growing", "prior"}:  # give the network a chance to show its rate
                 self._target = self._last(view, first, stop) or first
                 self.reserved = range(first, self._target)
-        self._planned = inexact, view.rate, view.now, view.solid >= self.reserved.start
+        self._planned = place, view.rate, view.now, view.solid >= self.reserved.start
 
     @property
     def advances(self) -> bool:
@@ -178,6 +179,15 @@ class ComputePlanner:
             self._computed += 1
         return self._computed
 
+    def _restarts(self, view: View, front: int) -> Iterable[int]:
+        """Return where the engine may begin apart from the first inexact group."""
+        if front < view.groups:
+            return (front,)
+        # It may also recompute lossy groups: where its last call ended, and the last one, which often has most loss.
+        while self._called_to < view.groups and view.track_of[self._called_to] == RECOMPUTED:
+            self._called_to += 1
+        return (one for one in (self._called_to, view.groups - 1) if self._computed < one < view.groups)
+
     def _call_s(self, view: View, first: int, stop: int) -> float:
         assert view.cost is not None  # noqa: S101  # see `plan`
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
@@ -190,9 +200,7 @@ class ComputePlanner:
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.rates(view)
         rates, shares = list(belief.rates), np.array(belief.weights)
-        # The engine may recompute lossy groups right after the exact ones.
-        exact = self._exact(view)
-        starts = [front] if self._suffix or front == exact else [exact] if front == view.groups else [exact, front]
+        starts = [front] if self._suffix else sorted({self._exact(view), *self._restarts(view, front)})
         ways = self.ways(view, starts, rates, belief.ramp)
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _MIN_PLAY_COST)
         regrets = [shares @ (way.costs / least) for way in ways]
@@ -327,6 +335,7 @@ class ComputePlanner:
             return None  # the player already left it to the engine
         if (last := self._last(view, first, stop)) is None:
             return None
+        self._called_to = last
         return Decision.recompute(first, f"computing up to group {stop - 1} {self._why()}", last=last)
 
     def _last(self, view: View, first: int, stop: int) -> int | None:
