@@ -7,18 +7,25 @@ It combines samples (an estimator's rate and spread), earlier plays on the path,
 - The rate of earlier plays is assumed to be reached within a factor of `LOW_SHARE`; rarely, the link is much faster. So
   a call of the engine that would miss the deadline waits for a sample first.
 - A link much slower than before may be dead or recover; the longer it is silent, the more likely it is dead.
-- Otherwise the belief is the estimate.
+- Otherwise the belief is the estimate. Before a call of the engine that cannot be stopped, the link may also become
+  much faster: the longer its rate has held, the less likely.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvabr.abr.estimators import LOW_SHARE, SLOT_SHARE, WINDOW
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Seconds = TypeVar("Seconds", float, "npt.NDArray[np.float64]")
 
 LOADS = (0.1, 10.0)
 """Rates of an unknown link, as multiples of the rate that delivers the exact cache by the deadline."""
@@ -35,6 +42,9 @@ _GROWN, _GROWN_WEIGHTS = (0.75, 1.0, 2.0, 4.0), (0.2, 0.3, 0.3, 0.2)
 """Possible rates in slow start, as multiples of the rate so far, and their weights."""
 GROWTH = 2.0
 """Minimum mean rate until the deadline in slow start, as a multiple of the present rate."""
+SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
+"""Factor by which a link may suddenly become faster, and the maximum probability of that during a call of the
+engine."""
 _STALLED_SHARE = 0.03
 """Rate of a link that has stopped, as a fraction of its best rate."""
 _GROWTH_ROUNDS, _MIN_GROWTH = 1.5, 1.3
@@ -64,6 +74,8 @@ class Belief(NamedTuple):
     """In slow start, the initial rate and its doubling time in seconds."""
     learns_s: float = 0.0
     """Seconds until the rate should be known much better; 0.0 if it is known."""
+    rare: int = 0
+    """Number of rates at the front that are so rare that only waits consider them, not the division."""
     state: str = "known"
     """``unknown``, ``growing`` (slow start), ``prior`` (rate of earlier plays), ``slow``, ``silent``, or ``known``."""
 
@@ -137,6 +149,24 @@ class LinkBelief:
                 learns_s = max(learns_s, round_s * math.log2(min(found.rates) / begins))
             found = found._replace(learns_s=learns_s)
         return found._replace(state="slow" if slow else "silent" if silent else found.state)
+
+    def faster(self, view: View, seconds: Seconds) -> Seconds:
+        """Return the probability that the link suddenly becomes faster within some seconds.
+
+        The longer a rate has held, the smaller it is.
+        """
+        return _SPEED_UP_WEIGHT * (1.0 - (1.0 + seconds / self._held_s(view)) ** -2)
+
+    def before_call(self, view: View, belief: Belief, seconds: float) -> Belief:
+        """Return the belief before a call of some seconds that cannot be stopped: the link may become faster."""
+        if len(belief.rates) > 1 or self.held_since_s < 0.0:
+            return belief
+        faster, (rate,) = self.faster(view, seconds), belief.rates
+        rates, weights = (SPEED_UP * rate, rate), (faster, 1.0 - faster)
+        return belief._replace(rates=rates, weights=weights, rare=1, learns_s=self._held_s(view))
+
+    def _held_s(self, view: View) -> float:
+        return max(MIN_WAIT_S, view.now - self.held_since_s)
 
     @staticmethod
     def arrivals(view: View, rate: float) -> Belief:

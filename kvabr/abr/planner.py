@@ -28,6 +28,7 @@ from kvabr.abr.belief import (
     HELD_TOLERANCE,
     MIN_WAIT_S,
     RATE_TOLERANCE,
+    SPEED_UP,
     UNKNOWN_TTFB_S,
     Belief,
     LinkBelief,
@@ -40,9 +41,8 @@ from kvabr.types.cost import MISS_PENALTY, PrefillCost
 
 _MIN_GAIN = 0.03
 """Minimum relative gain of a new division over the previous one, or over no computing; in suffix mode also the maximum
-cost of waiting for a better rate estimate, relative to the least cost of the play."""
-_SPEED_UP, _SPEED_UP_WEIGHT = 10.0, 0.3
-"""Factor by which the link may suddenly become faster, and the maximum probability of that during a call."""
+cost of waiting for a better rate estimate, relative to the least cost of the play, if the engine can meet the
+deadline."""
 _MIN_PLAY_COST = 1e-6
 """Minimum cost of a play in nats per generated token, so that ratios of costs stay finite."""
 _SETTLED_BEFORE_CALL = 8
@@ -199,17 +199,20 @@ class ComputePlanner:
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.rates(view)
+        if self._suffix:  # the rest is one call
+            belief = self._link.before_call(view, belief, computed_s)
         rates, shares = list(belief.rates), np.array(belief.weights)
         starts = [front] if self._suffix else sorted({self._exact(view), *self._restarts(view, front)})
         ways = self.ways(view, starts, rates, belief.ramp)
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _MIN_PLAY_COST)
-        regrets = [shares @ (way.costs / least) for way in ways]
+        common = shares[belief.rare :] / shares[belief.rare :].sum()
+        regrets = [common @ (way.costs / least)[belief.rare :] for way in ways]
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
         if not self._suffix and (kept is None or view.arrived):  # computing must pay off
             kept = way.start
-        if self._suffix and kept is None and len(rates) == 1:  # all or no computing has the most predictable cost
+        if self._suffix and kept is None and len(common) == 1:  # all or no computing has the most predictable cost
             kept = int(way.stops[0] if regret[0] < regret[-1] else way.stops[-1])
         if kept is not None:  # keep the last plan unless the gain is clear
             same = int(np.searchsorted(way.stops, kept))
@@ -217,13 +220,16 @@ class ComputePlanner:
                 best = same
         self._waits, self._call_to = False, None
         if len(rates) > 1 and belief.learns_s:
-            more = view.time_price * belief.learns_s
+            more = belief.learns_s * (view.time_price + (least >= MISS_PENALTY) / view.deadline_s)
             if 0.0 <= view.time_left - computed_s < belief.learns_s + 2.0 * DIVISION_TOLERANCE * view.deadline_s:
                 more += MISS_PENALTY  # at the next decision the engine could not meet the deadline
             waits = 1.0 + more / least
             if self._suffix:
                 waited = float((shares @ (view.time_price * view.now / least))[0])
-                self._waits = float((shares @ waits)[0]) < min(1.0 + _MIN_GAIN - waited, float(regret[best]))
+                # If the engine would be late, waiting as long as it takes is at most twice as bad.
+                worst = 1.0 if computed_s > view.time_left else _MIN_GAIN
+                begun = float(shares @ (way.costs[:, best : best + 1] / least)[:, 0])
+                self._waits = float((shares @ waits)[0]) < min(1.0 + worst - waited, begun)
             else:
                 # Waiting costs nothing if the network then delivers everything.
                 waits = np.minimum(waits, way.costs[:, :1] / least)
@@ -345,11 +351,10 @@ class ComputePlanner:
         elif view.rate > 0 and stop > first:
             # The link may turn much faster, and a call cannot be stopped. The longer a rate has held, the less likely.
             rate = self._belief.rates[-1]
-            (way,) = self.ways(view, [first], [rate, _SPEED_UP * rate], self._belief.ramp)
+            (way,) = self.ways(view, [first], [rate, SPEED_UP * rate], self._belief.ramp)
             count = 1 + int(np.searchsorted(way.stops, stop))
             way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
-            held_s = max(MIN_WAIT_S, view.now - self._link.held_since_s)
-            faster = _SPEED_UP_WEIGHT * (1.0 - (1.0 + way.engine_s / held_s) ** -2)
+            faster = self._link.faster(view, way.engine_s)
             shares = np.array([1.0 - faster, faster])
             last = self._first_call(view, way, np.ones((len(shares), 1)), shares, math.inf)
         assert view.cost is not None  # noqa: S101  # see `plan`
