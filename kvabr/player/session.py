@@ -441,7 +441,10 @@ class Session:
             for transfer, proven in self._stalls.stalled(view.in_flight, view.ttfb_s, now, drain_s=drain_s):
                 self.cancel(transfer, "it has stalled", now, failed=proven)
         self.events.progress(now, self.record.bytes_fetched)
-        self.advance(now)
+        if self.engine is not None and self.engine.overruns(now):
+            self.compute_failed("it takes much longer than its cost says; the network delivers its groups sooner", now)
+        else:
+            self.advance(now)
 
     def _move(self, now: float) -> None:
         for transfer, reason in self.sources.misplaced(now):
