@@ -199,7 +199,7 @@ class ComputePlanner:
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.rates(view)
-        if self._suffix:  # the rest is one call
+        if self._suffix and computed_s > view.time_left:
             belief = self._link.before_call(view, belief, computed_s)
         rates, shares = list(belief.rates), np.array(belief.weights)
         starts = [front] if self._suffix else sorted({self._exact(view), *self._restarts(view, front)})
@@ -226,8 +226,8 @@ class ComputePlanner:
             waits = 1.0 + more / least
             if self._suffix:
                 waited = float((shares @ (view.time_price * view.now / least))[0])
-                # If the engine would be late, waiting as long as it takes is at most twice as bad.
-                worst = 1.0 if computed_s > view.time_left else _MIN_GAIN
+                # If the play is late anyway, waiting as long as the engine takes is at most twice as bad.
+                worst = 1.0 if way.costs[-1, best] >= MISS_PENALTY else _MIN_GAIN
                 begun = float(shares @ (way.costs[:, best : best + 1] / least)[:, 0])
                 self._waits = float((shares @ waits)[0]) < min(1.0 + worst - waited, begun)
             else:
