@@ -203,14 +203,14 @@ class LinkBelief:
             if not self._at_prior:
                 return Belief.of((view.rate,))
             ramp = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s, round_s
-            return _told(view, LOW_SHARE * view.rate, view.rate, left_s)._replace(ramp=ramp, state="prior")
+            return _near_prior(view, LOW_SHARE * view.rate, view.rate, left_s)._replace(ramp=ramp, state="prior")
         begins = max(view.rate, WINDOW / round_s)
         state = "growing" if view.rate > 0 else "unknown"
         if view.prior_rate > view.rate:  # too fast for an initial estimate, but reachable by slow start
             found = Belief.of((max(LOW_SHARE * view.prior_rate, view.rate), view.prior_rate))
             return found._replace(ramp=(begins, round_s), state=state)
         if 0.0 < view.rate <= GROWTH * view.prior_rate:
-            found = _told(view, view.rate, GROWTH * view.prior_rate, left_s)
+            found = _near_prior(view, view.rate, GROWTH * view.prior_rate, left_s)
             return found._replace(ramp=(begins, round_s), state=state)
         # The rate will not fall, and an unknown link is assumed to carry the base in time.
         least = max(view.rate, view.ladder.tracks[0].total_bytes / left_s)
@@ -232,7 +232,7 @@ class LinkBelief:
         return view.growing or not known or view.rate > _MIN_GROWTH * self._rates[0][1]
 
 
-def _told(view: View, low: float, rate: float, left_s: float) -> Belief:
+def _near_prior(view: View, low: float, rate: float, left_s: float) -> Belief:
     """Return a belief in two rates near that of earlier plays, or in a much higher one."""
     high, weight = LOADS[1] * view.catalog.fp16_bytes / left_s, 0.5 - 0.5 * _SURPRISE
     return Belief.of((high, low, rate), (_SURPRISE, weight, weight)) if high > rate else Belief.of((low, rate))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import cache
 from operator import itemgetter
 from typing import NamedTuple
@@ -47,6 +48,19 @@ UNAVAILABLE_LOSS = 1e9
 """Loss of an unavailable option, nats."""
 
 
+class _Of(IntEnum):
+    """Index of the arrays of a table of options, each by track and group."""
+
+    LOSS = 0
+    BYTES = 1
+    """To request."""
+    WORK = 2
+    """Seconds of one thread to decode it, minus the decoding that it saves. Without decoding times: 1.0 if it must be
+    decoded."""
+    WASTE = 3
+    """Bytes that become useless."""
+
+
 class TimePlan(NamedTuple):
     """The track of every group, and the expected outcome."""
 
@@ -81,7 +95,7 @@ class _Fixed(NamedTuple):
     """The parts of a prompt to divide, independent of the rate."""
 
     options: Array
-    """See `TimePlanner._now`, but by track and part."""
+    """See `_Of`, but by track and part."""
     stops: npt.NDArray[np.intp]
     counts: Array
     """Number of groups by part."""
@@ -117,22 +131,20 @@ class TimePlanner:
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
         self._from: Array = np.zeros((len(states), 4, *shape))
-        """The options of a group in each state (a track; the last state: none), see `_now`; by state first."""
+        """The options of a group in each state (a track; the last state: none), see `_Of`; by state first."""
         self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
         self._above = {name: np.array([name in self._stacks[other] for other in self.names]) for name in self.names}
         """For each track, True for the tracks that need its data, itself included."""
         self._weigh(view, states)
         self._now: Array = self._from[-1].copy()
-        """The present options by track and group, in four arrays: loss; bytes to request; 1.0 if it must be decoded, or
-        in plans the seconds of one thread, minus the decoding that it saves; bytes that become useless. Tracks that
-        cannot follow those in flight have `UNAVAILABLE_LOSS`."""
+        """The present options, see `_Of`; tracks that cannot follow those in flight have `UNAVAILABLE_LOSS`."""
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
         self._changed: set[int] = set(range(groups))
         """Groups to check in addition to new `View.changes`."""
         self._read = self._ruled_out = 0
         """Number of entries of `View.changes` read, and of unavailable tracks handled."""
-        self._whole = float(self._now[1].sum(axis=1).max())
+        self._whole = float(self._now[_Of.BYTES].sum(axis=1).max())
         self._stay: Array = np.full(groups, UNAVAILABLE_LOSS)
         """Loss of each group without further requests."""
         self._lost, self._unplayed = 0.0, groups
@@ -288,7 +300,7 @@ class TimePlanner:
         if not groups.size:
             return []
         loss, nbytes, decode, waste = self._options(view)[..., groups]
-        saving = np.maximum(0.0, self._staying()[groups] - loss) * (self._now[2][:, groups] > 0)
+        saving = np.maximum(0.0, self._staying()[groups] - loss) * (self._now[_Of.WORK][:, groups] > 0)
         nbytes = np.maximum(1.0, nbytes)
         price = max(plan.byte_price, _NEGLIGIBLE_PRICE)
         discard = max(_REPLACED_BYTE_PRICE * price, plan.second_price * view.deadline_s / self._whole)
@@ -333,8 +345,8 @@ class TimePlanner:
         if track in self._stacks.get(self._known[group][0] or "", ()):
             return
         for number, name in enumerate(self.names):
-            if track in self._stacks[name] and self._now[2, number, group]:
-                self._now[0, number, group] = UNAVAILABLE_LOSS
+            if track in self._stacks[name] and self._now[_Of.WORK, number, group]:
+                self._now[_Of.LOSS, number, group] = UNAVAILABLE_LOSS
 
     def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
         """Return the best plan at a rate in bytes per second.
@@ -381,7 +393,8 @@ class TimePlanner:
     def _options(self, view: View) -> Array:
         """Return the present options, with seconds of decoding, as they are if the engine computes the rest."""
         now = self._now.copy()
-        now[0], now[2] = self._loss_if_rest_computed(now[0], slice(None)), self._work(view, now[2])
+        now[_Of.LOSS] = self._loss_if_rest_computed(now[_Of.LOSS], slice(None))
+        now[_Of.WORK] = self._work(view, now[_Of.WORK])
         return now
 
     def _later_options(self, view: View) -> Array:
@@ -396,8 +409,8 @@ class TimePlanner:
             below = self._number[view.catalog.by_name[transfers[0].track].refines or view.ladder.cheapest]
             later[:, :, group] = self._from[below, :, :, group]
             for transfer in transfers:
-                later[1, self._above[transfer.track], group] -= transfer.bytes - transfer.remaining
-        later[2] = self._work(view, later[2])
+                later[_Of.BYTES, self._above[transfer.track], group] -= transfer.bytes - transfer.remaining
+        later[_Of.WORK] = self._work(view, later[_Of.WORK])
         return later
 
     def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: Array) -> _Picked:
@@ -408,8 +421,8 @@ class TimePlanner:
         wasted = np.maximum(_REPLACED_BYTE_PRICE * link, discard) * waste
         picks = (loss + link * nbytes + wasted + decoding * work).argmin(axis=1)
         groups = np.arange(picks.shape[1])
-        picked = options[:3, picks, groups]
-        picked[2] /= view.decoders
+        picked = options[: _Of.WASTE, picks, groups]
+        picked[_Of.WORK] /= view.decoders
         return _Picked(picks, picked)
 
     def _work(self, view: View, moves: Array) -> Array:
@@ -441,9 +454,9 @@ class TimePlanner:
         )
         if len(starts) < len(self._missing):
             # Groups of a part that already have better tracks keep them.
-            stay = (options[0] >= UNAVAILABLE_LOSS) & (self._stay < UNAVAILABLE_LOSS)
-            options[0] = np.where(stay, self._stay, options[0])
-            options[1:, stay] = 0.0
+            stay = (options[_Of.LOSS] >= UNAVAILABLE_LOSS) & (self._stay < UNAVAILABLE_LOSS)
+            options[_Of.LOSS] = np.where(stay, self._stay, options[0])
+            options[_Of.BYTES :, stay] = 0.0
             options, held = (np.add.reduceat(each, starts, axis=-1) for each in (options, held))
         return options, held
 
@@ -493,7 +506,7 @@ class TimePlanner:
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
         lacks: Array | None = None
         if self._on_base is not None:
-            every = np.array((self._now[1, self._number[view.ladder.cheapest]], np.ones(groups)))
+            every = np.array((self._now[_Of.BYTES, self._number[view.ladder.cheapest]], np.ones(groups)))
             lacks = works[0].brought(np.add.reduceat(np.where(self._missing, every, 0.0), starts, axis=1))
         counts, ready_s = np.diff(np.append(starts, groups)), self._ready_s(view, stops)
         fixed = _Fixed(options, stops, counts, engine_s, ready_s, flying, requests, queue_s, lacks)
@@ -518,7 +531,7 @@ class TimePlanner:
             if with_rest is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
-                parts = work.brought(np.array((on * picked.options[0][:, None], on * fixed.counts)))
+                parts = work.brought(np.array((on * picked.options[_Of.LOSS][:, None], on * fixed.counts)))
                 lost = (parts * with_rest[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
             network_s = work.network_s(works, nbytes, flying, queue_s, self._batch_s)
             network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)

@@ -30,7 +30,7 @@ class ComputeQueue:
     """
 
     def __init__(self, cost: PrefillCost, mode: EngineMode, view: View, tick_s: float) -> None:
-        self._told = self._cost = cost
+        self._told = cost
         self._mode, self._view, self.tick_s = mode, view, tick_s
         self._took_s = self._expected_s = 0.0
         """Seconds that the calls took so far, and that they should have taken."""
@@ -53,6 +53,10 @@ class ComputeQueue:
         self._each: list[int] = []
         """Nanoseconds that each group takes alone; integers, so that sums are exact."""
         self._sums: list[int] = []
+
+    @property
+    def _cost(self) -> PrefillCost:
+        return self._view.cost or self._told
 
     def backlog_s(self, now: float) -> float:
         """Return the seconds until the engine has finished its current groups and all of `chosen`."""
@@ -197,7 +201,7 @@ class ComputeQueue:
         late = self._took_s > self._expected_s + self.tick_s and self._expected_s > 0
         factor = min(self._took_s / self._expected_s, _MAX_CORRECTION) if late else 1.0
         if (cost := self._told if factor == 1.0 else self._told.scaled(factor)) != self._cost:
-            self._cost = self._view.cost = cost
+            self._view.cost = cost
             self._each = []
             self._waiting_s = sum(self._seconds(group, group + 1) for group in self.chosen)
 
