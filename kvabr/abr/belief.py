@@ -120,14 +120,14 @@ class LinkBelief:
     def update(self, view: View) -> None:
         """Take the present estimate into account."""
         self._growing, self._at_prior = self._grows(view), 0.0 < view.rate == self._prior_rate
+        if not self._at_prior and view.rate >= SLOW * self.best_rate:
+            self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
         # A late first byte says little: only a sample confirms the rate of earlier plays.
         answered = self.best_rate > 0 or (not self._was_silent and (view.in_flight.receiving or view.settled.history))
         ttfb_s = UNKNOWN_TTFB_S if self._was_silent else view.ttfb_s or UNKNOWN_TTFB_S
         first_s = max(ttfb_s, SLOT_SHARE * view.deadline_s)
         self._silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * first_s
         self._was_silent = self._was_silent or self._silent
-        if not self._at_prior and view.rate >= SLOW * self.best_rate:
-            self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
         if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or self._growing:
             self.held_since_s, self._held_rate = -math.inf if self._at_prior else view.now, view.rate
         if view.ttfb_s > 0:  # after an outage, this says little about the round trip

@@ -90,7 +90,7 @@ class ComputePlanner:
         """When the engine should have computed them, after its current work, in seconds since the play began."""
         self._computed = self._ahead = 0
         """First group that is not assigned to the engine, and the first such group that is not in place."""
-        self._called_to = 0
+        self.called_to = 0
         """Group after the last one of the engine's calls."""
         self._target = 0
         self._planned: tuple[tuple[int, int, int], float, float, bool] | None = None
@@ -112,7 +112,7 @@ class ComputePlanner:
 
     def plan(self, view: View) -> None:
         """Divide the work between network and engine."""
-        place = front, _, _ = self._front(view), self._exact(view), self._called_to
+        place = front, _, _ = self._front(view), self._exact(view), self.called_to
         if view.cost is None or (front == view.groups and view.track_of[-1] == RECOMPUTED):
             self.reserved, self.until_s = range(0), view.now + view.engine_backlog_s
             self._target, self._planned = 0, None
@@ -184,9 +184,9 @@ class ComputePlanner:
         if front < view.groups:
             return (front,)
         # It may also recompute lossy groups: where its last call ended, and the last one, which often has most loss.
-        while self._called_to < view.groups and view.track_of[self._called_to] == RECOMPUTED:
-            self._called_to += 1
-        return (one for one in (self._called_to, view.groups - 1) if self._computed < one < view.groups)
+        while self.called_to < view.groups and view.track_of[self.called_to] == RECOMPUTED:
+            self.called_to += 1
+        return (one for one in (self.called_to, view.groups - 1) if self._computed < one < view.groups)
 
     def _call_s(self, view: View, first: int, stop: int) -> float:
         assert view.cost is not None  # noqa: S101  # see `plan`
@@ -341,7 +341,7 @@ class ComputePlanner:
             return None  # the player already left it to the engine
         if (last := self._last(view, first, stop)) is None:
             return None
-        self._called_to = last
+        self.called_to = last
         return Decision.recompute(first, f"computing up to group {stop - 1} {self._why()}", last=last)
 
     def _last(self, view: View, first: int, stop: int) -> int | None:

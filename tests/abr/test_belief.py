@@ -71,3 +71,36 @@ def test_a_link_that_was_faster_may_recover():
 def test_an_estimator_that_knows_no_lower_bound_has_the_usual_one(lower):
     belief = LinkBelief.arrivals(view(1.0, 1e6, lower_bound=lower), 1e6)
     assert min(belief.rates) == LOW_SHARE * 1e6
+
+
+def test_a_late_first_byte_does_not_confirm_the_rate_of_earlier_plays():
+    link, told = LinkBelief(), {"rate": 1e7, "outstanding_bytes": 1e6}
+    looked(link, view(0.0, **told))
+    assert looked(link, view(0.1, **told)).state == "prior"
+    assert looked(link, view(1.0, **told)).state == "silent"
+    late = view(1.1, ttfb_s=1.05, **told)
+    late.settled.add(0)
+    belief = looked(link, late)
+    assert belief.state == "silent"
+    assert belief.rates[0] < 1e6 < belief.rates[-1]
+    assert looked(link, view(1.3, 2e6, ttfb_s=1.05, outstanding_bytes=1e6)).state == "known"
+
+
+def test_a_link_may_become_faster_during_a_call_but_less_likely_the_longer_it_has_held():
+    link, chances = LinkBelief(), []
+    for step in range(1, 60):
+        play = view(0.02 * step, 1e5, ttfb_s=0.02)
+        link.update(play)
+        belief = link.before_call(play, link.rates(play), 1.0)
+        if step > 3:
+            assert (belief.rates, belief.rare) == ((1e6, 1e5), 1)
+            assert belief.learns_s > 0
+            chances.append(belief.weights[0])
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 1.3 * chances[-1] > 0
+
+
+def test_a_link_that_is_not_known_stays_unknown_before_a_call():
+    link, play = LinkBelief(), view()
+    link.update(play)
+    assert link.before_call(play, link.rates(play), 1.0) == link.rates(play)

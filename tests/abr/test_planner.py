@@ -17,6 +17,7 @@ from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import GroupDecoded
@@ -232,3 +233,39 @@ def test_a_play_does_not_end_because_its_plan_is_old(monkeypatch, load):
     monkeypatch.setattr("kvabr.abr.policies.anytime.TIME_TOLERANCE", 1.0)
     seldom = experiment.play_on(link, 0.0, "anytime", *prepared, log=False).run
     assert seldom["objective"] < 1.2 * often["objective"]
+
+
+@pytest.mark.parametrize(("groups_per_s", "again"), [(40.0, 40), (2.0, 62)])
+def test_an_engine_continues_where_its_last_call_ended(groups_per_s, again):
+    """Groups 4 to 7 are lossy, and there is no time to compute everything after them again."""
+    cost, offer = PrefillCost.from_rate(groups_per_s * 128), default_catalog()
+    play = View(Ladder(offer), 4.0, cost=cost, time_price=1e-3, gpu_price=1e-3)
+    times, link = TimePlanner(play), LinkBelief()
+    planner = ComputePlanner(play, times, link)
+    planner.called_to = 40
+    for group in range(63):
+        play.missing_groups.discard(group)
+        computed = group < 4 or 8 <= group < 40
+        play.track_of[group] = RECOMPUTED if computed else "AC-L0"
+        if not computed:
+            play.settled.add(group)
+    play.solid, play.rate, play.ttfb_s = 63, 1e3, 0.02
+    for now in (3.1, 3.2, 3.3, 3.4):
+        play.now = now
+        link.update(play)
+    planner.plan(play)
+    call = planner.next(play)
+    assert call is not None
+    assert call.group == again
+
+
+@pytest.mark.parametrize("start", [0.05, 0.2, 0.4])
+def test_a_prefix_is_not_cut_for_an_engine_that_would_be_late_after_one_slow_sample(start):
+    """The link is slow at first; computing everything would take six deadlines."""
+    offer = default_catalog()
+    cost = PrefillCost.from_rate(offer.tokens / 24.0)
+    options = ReplayOptions(4.0, 0.02, 0.3, cost, mode="suffix", prefix=True)
+    link = world("slow at first", [1e3] * round(start / 0.05) + [1e6] * 200, 0.05)
+    experiment = Experiment(offer, options)
+    play = experiment.play_on(link, 0.0, "anytime", *experiment.prepare(link, 0.0), log=False)
+    assert play.run["met"]
