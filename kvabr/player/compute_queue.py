@@ -74,19 +74,6 @@ class ComputeQueue:
         """True if the engine is computing, or has groups assigned."""
         return self.computing is not None or self.waiting()
 
-    def overruns(self, now: float) -> bool:
-        """Return True if the present call is late, and would end after the network has delivered its groups instead.
-
-        A call that takes longer than expected may take as much longer again.
-        """
-        late_s, view = now - self._free_s, self._view
-        if self.computing is None or late_s <= self.tick_s or view.rate <= 0:
-            return False
-        base, groups = view.ladder.tracks[0], range(*self.computing)
-        missing = sum(base.bytes[group] for group in groups)
-        fetched_s = view.ttfb_s + (view.outstanding_bytes + missing) / view.rate + view.last_decode_s(base.name)
-        return now + late_s > max(view.deadline_s, now + fetched_s)
-
     def waiting(self) -> bool:
         """Return True if assigned groups have not started."""
         return bool(self.planned) or bool(self.chosen)

@@ -427,7 +427,10 @@ class Session:
             self.engine.tick_s = self.tick_s
         self.next_tick_s = now + self.tick_s
         self._sampler.tick(now, self.view.in_flight)
-        self._leave_slow_store(now)
+        if now - self._store_s >= MIN_SILENCE_S:  # an engine may be faster than a slow store
+            for transfer in [one for one in self.view.in_flight.values() if one.local]:
+                if now - transfer.requested_s >= MIN_SILENCE_S:
+                    self._not_local(transfer)
         self.look(now)
         if self.guard.policy.abandons and not self.record.late_for_loss:
             self._abandon(now)
@@ -438,16 +441,7 @@ class Session:
             for transfer, proven in self._stalls.stalled(view.in_flight, view.ttfb_s, now, drain_s=drain_s):
                 self.cancel(transfer, "it has stalled", now, failed=proven)
         self.events.progress(now, self.record.bytes_fetched)
-        if self.engine is not None and self.aim.drops_calls and self.engine.overruns(now):
-            self.compute_failed("it takes much longer than its cost says; the network delivers its groups sooner", now)
-        else:
-            self.advance(now)
-
-    def _leave_slow_store(self, now: float) -> None:
-        if now - self._store_s >= MIN_SILENCE_S:  # an engine may be faster
-            for transfer in [one for one in self.view.in_flight.values() if one.local]:
-                if now - transfer.requested_s >= MIN_SILENCE_S:
-                    self._not_local(transfer)
+        self.advance(now)
 
     def _move(self, now: float) -> None:
         for transfer, reason in self.sources.misplaced(now):

@@ -96,32 +96,3 @@ def test_an_engine_that_is_slower_than_it_said_does_not_cost_the_deadline(load):
     record = Simulator(play, offer, link, rtt_s=0.05, cost=told.scaled(3.0)).run()
     assert record.met
     assert record.tokens_recomputed > 0
-
-
-def overrunning(rate, now_s):
-    """Return a queue whose call of 4 groups should have ended after 0.0612 s, at ``now_s``."""
-    queue, view = queue_of()
-    queue.start(0, 4, 0.0)
-    view.now, view.rate, view.ttfb_s = now_s, rate, 0.01
-    return queue
-
-
-def test_a_call_overruns_if_it_would_be_late_and_the_network_would_be_sooner():
-    assert overrunning(1e6, 1.5).overruns(1.5)
-    assert not overrunning(1e6, 0.06).overruns(0.06)  # it is in time
-    assert not overrunning(1e6, 0.9).overruns(0.9)  # as long again would still meet the deadline
-    assert not overrunning(10.0, 1.5).overruns(1.5)  # the link is slower still
-    assert not overrunning(0.0, 9.0).overruns(9.0)  # it is silent
-    idle, _ = queue_of()
-    assert not idle.overruns(9.0)
-
-
-def test_a_play_survives_an_engine_that_does_not_return():
-    """Its groups are fetched after all."""
-    offer, told = catalog(32, layered=True), PrefillCost.from_rate(32 * 128 / 0.5)
-    link = Capacity(world("steady", [sum(offer.track("base").bytes) / 0.4]), 0.0, 0.05, slow_start=False)
-    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), HarmonicMean(), cost=told)
-    record = Simulator(play, offer, link, rtt_s=0.05, cost=told.scaled(1e3)).run()
-    assert record.met
-    assert record.tokens_recomputed == 0
-    assert record.recompute_s > 0

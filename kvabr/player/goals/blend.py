@@ -27,8 +27,6 @@ _AHEAD_SHARE = 0.5
 class BlendAim(WholeAim):
     """Delivers the cache of a joined prompt."""
 
-    drops_calls = False  # the tokens need the engine anyway
-
     def __init__(self, play: Playing, goal: BlendGoal) -> None:
         super().__init__(play)
         view, config = play.view, play.config

@@ -70,8 +70,6 @@ class WholeAim:
 
     drops_upgrades = True
     """True: cancel an upgrade that cannot arrive in time if a smaller one can."""
-    drops_calls = True
-    """True: fetch the groups of a late engine call after all if that is faster, and use the engine no more."""
 
     def __init__(self, play: Playing) -> None:
         self.play = play
