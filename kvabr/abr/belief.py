@@ -15,17 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvabr.abr.estimators import LOW_SHARE, SLOT_SHARE, WINDOW
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-Seconds = TypeVar("Seconds", float, "npt.NDArray[np.float64]")
 
 LOADS = (0.1, 10.0)
 """Rates of an unknown link, as multiples of the rate that delivers the exact cache by the deadline."""
@@ -124,8 +118,7 @@ class LinkBelief:
             self.best_rate, self.fast_s = max(self.best_rate, view.rate), view.now
         # A late first byte says little: only a sample confirms the rate of earlier plays.
         answered = self.best_rate > 0 or (not self._was_silent and (view.in_flight.receiving or view.settled.history))
-        ttfb_s = UNKNOWN_TTFB_S if self._was_silent else view.ttfb_s or UNKNOWN_TTFB_S
-        first_s = max(ttfb_s, SLOT_SHARE * view.deadline_s)
+        first_s = max((not self._was_silent and view.ttfb_s) or UNKNOWN_TTFB_S, SLOT_SHARE * view.deadline_s)
         self._silent = not answered and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * first_s
         self._was_silent = self._was_silent or self._silent
         if not 0.5 * self._held_rate <= view.rate <= 2.0 * self._held_rate or self._growing:
@@ -152,7 +145,7 @@ class LinkBelief:
             found = found._replace(learns_s=learns_s)
         return found._replace(state="slow" if slow else "silent" if silent else found.state)
 
-    def faster(self, view: View, seconds: Seconds) -> Seconds:
+    def faster(self, view: View, seconds: float) -> float:
         """Return the probability that the link suddenly becomes faster within some seconds.
 
         The longer a rate has held, the smaller it is.

@@ -120,7 +120,8 @@ class ComputePlanner:
         self._holds -= 1
         if (last := self._planned) is not None:
             before, rate, then, complete = last
-            tolerated_s = DIVISION_TOLERANCE * self._horizon_s(view) + HELD_TOLERANCE * (then - self._held_since_s)
+            horizon_s = min(view.deadline_s, max(self.division.compute_s if self.division else 0.0, view.now))
+            tolerated_s = DIVISION_TOLERANCE * horizon_s + HELD_TOLERANCE * (then - self._held_since_s)
             same = abs(view.rate - rate) <= RATE_TOLERANCE * rate and view.now - then <= tolerated_s
             if self._suffix:  # the rest may now be best left to the engine
                 same = same and complete == (view.solid >= self.reserved.start)
@@ -153,18 +154,10 @@ class ComputePlanner:
         """True if the engine should continue, now or once the rate is better known."""
         return self._target > self.reserved.start
 
-    def _horizon_s(self, view: View) -> float:
-        if self.division is None:
-            return view.deadline_s
-        return min(view.deadline_s, max(self.division.compute_s, view.now))
-
     def outside(self, view: View) -> bool:
         """Return True if groups are missing that only the network will deliver."""
-        missing, reserved = view.missing_groups, self.reserved
-        if not missing or not reserved:
-            return bool(missing)
-        first, last = missing.first(), missing.last()
-        return (first is not None and first < reserved.start) or (last is not None and last >= reserved.stop)
+        missing = view.missing_groups
+        return any(group is not None and group not in self.reserved for group in (missing.first(), missing.last()))
 
     def _front(self, view: View) -> int:
         """Return the first group that is neither in place nor assigned to the engine, or the number of groups."""
@@ -354,7 +347,7 @@ class ComputePlanner:
             (way,) = self.ways(view, [first], [rate, SPEED_UP * rate], self._belief.ramp)
             count = 1 + int(np.searchsorted(way.stops, stop))
             way = way._replace(stops=way.stops[:count], costs=way.costs[:, :count], engine_s=way.engine_s[:count])
-            faster = self._link.faster(view, way.engine_s)
+            faster = np.array([self._link.faster(view, float(each)) for each in way.engine_s])
             shares = np.array([1.0 - faster, faster])
             last = self._first_call(view, way, np.ones((len(shares), 1)), shares, math.inf)
         assert view.cost is not None  # noqa: S101  # see `plan`

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, islice
 from typing import Any, NamedTuple
 
 from kvabr.abr.ladder import Ladder
@@ -52,9 +52,6 @@ class GroupSet(MutableSet[int]):
             yield group
             group = self._flags.rfind(1, 0, group)
 
-    def __repr__(self) -> str:
-        return f"GroupSet({list(self)})"
-
     def first(self, begin: int = 0) -> int | None:
         """Return the first group from ``begin`` on, or None."""
         group = self._flags.find(1, begin)
@@ -62,12 +59,7 @@ class GroupSet(MutableSet[int]):
 
     def firsts(self, count: int) -> list[int]:
         """Return the first ``count`` groups, or all."""
-        found: list[int] = []
-        group = self._flags.find(1)
-        while group >= 0 and len(found) < count:
-            found.append(group)
-            group = self._flags.find(1, group + 1)
-        return found
+        return list(islice(self, count))
 
     def gap(self, begin: int) -> int:
         """Return the first group from ``begin`` on that is not in the set, or the number of groups."""
@@ -413,14 +405,6 @@ class View:
     def loss(self, group: int, track: str) -> float:
         """Return the expected loss of one group on one track, nats per generated token."""
         return self.catalog.by_name[track].loss[group]
-
-    def recompute_s(self, group: int) -> float:
-        """Return the seconds until the engine could finish one more group; infinite without an engine."""
-        if self.cost is None:
-            return float("inf")
-        begin, end = map(self.catalog.tokens_before, (group, group + 1))
-        alone = self.cost.seconds(begin, end - begin)
-        return self.engine_backlog_s + alone
 
     def decode_s(self, track: str) -> float:
         """Return the seconds to decode one more full group of a track in a batch, with its lower layers."""

@@ -131,8 +131,8 @@ def test_a_play_that_is_stopped_ends_as_its_goal_says():
 def test_a_suffix_of_a_catalog_counts_the_engine_time_from_the_first_token():
     whole, cost = catalog(4), PrefillCost(0.0, 1e-3, 1e-6)
     play = Session(Ladder(whole.suffix(3)), 1.0, "fixed:Int4", Tracking(), goal=PrefixGoal(), cost=cost)
-    first = 3 * whole.spec.group_tokens
-    assert play.view.recompute_s(0) == pytest.approx(cost.seconds(first, whole.group_tokens(3)))
+    first, tokens = 3 * whole.spec.group_tokens, whole.group_tokens(3)
+    assert play.view.cost.seconds(0, tokens) == pytest.approx(cost.seconds(first, tokens))
 
 
 def test_what_is_at_hand_is_counted_from_the_first_group_of_a_suffix():

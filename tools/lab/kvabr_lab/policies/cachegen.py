@@ -33,7 +33,8 @@ class CacheGen(FrontToBack):
                 return Decision.fetch(
                     group, track.name, f"all remaining groups fit {budget / 1e6:.2f} MB at this level"
                 )
-        if view.recompute_s(group) <= view.time_left:
+        begin, end = map(view.catalog.tokens_before, (group, group + 1))
+        if view.cost is not None and view.engine_backlog_s + view.cost.seconds(begin, end - begin) <= view.time_left:
             return Decision.recompute(group, f"no level fits {budget / 1e6:.2f} MB: send it as text")
         return Decision.fetch(group, tracks[0].name, f"no level fits {budget / 1e6:.2f} MB: the cheapest level")
 
