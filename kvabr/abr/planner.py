@@ -91,7 +91,7 @@ class ComputePlanner:
         self._computed = self._ahead = 0
         """First group that is not assigned to the engine, and the first such group that is not in place."""
         self.called_to = 0
-        """Group after the last one of the engine's calls."""
+        """First group after the engine's last call, or after groups computed since."""
         self._target = 0
         self._planned: tuple[tuple[int, int, int], float, float, bool] | None = None
         """Inputs of the plan: first missing and first inexact group and the end of the last call; rate; time; in suffix
@@ -192,7 +192,7 @@ class ComputePlanner:
         """
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._belief = self._link.rates(view)
-        if self._suffix and computed_s > view.time_left:
+        if self._suffix and computed_s > view.time_left:  # else waiting could make the play late
             belief = self._link.before_call(view, belief, computed_s)
         rates, shares = list(belief.rates), np.array(belief.weights)
         starts = [front] if self._suffix else sorted({self._exact(view), *self._restarts(view, front)})
@@ -323,15 +323,19 @@ class ComputePlanner:
             return self.rest(view)
         return self._call(view) if self._target > self.reserved.start else None
 
+    @staticmethod
+    def _can_begin(view: View, group: int) -> bool:
+        """Return True if all earlier groups are in place, and the player has not left this one to the engine."""
+        left = view.track_of[group] is None and group not in view.missing_groups and group < view.edge
+        return group <= view.solid and not left
+
     def _call(self, view: View) -> Decision | None:
         first, stop = self.reserved.start, self._target
-        if first > view.solid:
+        if not self._can_begin(view, first):
             return None
         changing = {*view.in_flight.groups, *view.undecoded, *(one.group for one in view.decoding.values())}
         if not changing.isdisjoint(range(first - _SETTLED_BEFORE_CALL, first)):
             return None
-        if view.track_of[first] is None and first not in view.missing_groups and first < view.edge:
-            return None  # the player already left it to the engine
         if (last := self._last(view, first, stop)) is None:
             return None
         self.called_to = last
@@ -361,10 +365,8 @@ class ComputePlanner:
         ``idle``: no request is in flight, and none pays off.
         """
         cut = self.reserved.start
-        if not self._suffix or not self.reserved or cut > view.solid:
+        if not self._suffix or not self.reserved or not self._can_begin(view, cut):
             return None
-        if view.track_of[cut] is None and cut not in view.missing_groups and cut < view.edge:
-            return None  # the player already left it to the engine
         rest_s = self._call_s(view, cut, view.groups)
         last_s = view.time_left - rest_s - view.margin_s
         if self._network_s > 1e-6 and last_s > 0:

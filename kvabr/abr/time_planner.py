@@ -455,7 +455,7 @@ class TimePlanner:
         if len(starts) < len(self._missing):
             # Groups of a part that already have better tracks keep them.
             stay = (options[_Of.LOSS] >= UNAVAILABLE_LOSS) & (self._stay < UNAVAILABLE_LOSS)
-            options[_Of.LOSS] = np.where(stay, self._stay, options[0])
+            options[_Of.LOSS] = np.where(stay, self._stay, options[_Of.LOSS])
             options[_Of.BYTES :, stay] = 0.0
             options, held = (np.add.reduceat(each, starts, axis=-1) for each in (options, held))
         return options, held

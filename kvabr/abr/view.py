@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import compress, islice
+from itertools import compress
 from typing import Any, NamedTuple
 
 from kvabr.abr.ladder import Ladder
@@ -52,14 +52,13 @@ class GroupSet(MutableSet[int]):
             yield group
             group = self._flags.rfind(1, 0, group)
 
+    def __repr__(self) -> str:
+        return f"GroupSet({list(self)})"
+
     def first(self, begin: int = 0) -> int | None:
         """Return the first group from ``begin`` on, or None."""
         group = self._flags.find(1, begin)
         return None if group < 0 else group
-
-    def firsts(self, count: int) -> list[int]:
-        """Return the first ``count`` groups, or all."""
-        return list(islice(self, count))
 
     def gap(self, begin: int) -> int:
         """Return the first group from ``begin`` on that is not in the set, or the number of groups."""

@@ -8,6 +8,7 @@ to better tracks in the order of loss saved per byte, which is within one step o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import ClassVar
 
 from kvabr.abr.ladder import LadderStep, spend
@@ -34,7 +35,7 @@ class Mpc(FrontToBack):
 
     def choose(self, view: View, group: int) -> Decision:
         missing = view.missing_groups
-        ahead = missing.firsts(self._horizon)
+        ahead = list(islice(missing, self._horizon))
         budget = view.budget_bytes(view.lower_bound, view.last_decode_s(view.ladder.cheapest))
         budget *= len(ahead) / len(missing)
         steps = sorted((step for each in ahead for step in self._steps.get(each, ())), key=lambda step: -step.worth)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from statistics import median
 from typing import ClassVar
 
@@ -81,7 +82,7 @@ class Fugu(FrontToBack):
 
         tracks = view.ladder.tracks
         missing = view.missing_groups
-        ahead = missing.firsts(_HORIZON)
+        ahead = list(islice(missing, _HORIZON))
         costs = np.array([*self._costs, self._tail * max(self._costs)])
         queue_s = view.outstanding_bytes * median(self._costs) + (0.0 if view.in_flight else view.ttfb_s)
         spare_s = view.time_left - queue_s - view.last_decode_s(view.ladder.cheapest)

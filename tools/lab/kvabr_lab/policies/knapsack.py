@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
+from itertools import islice
 from typing import ClassVar
 
 from kvabr.abr.ladder import LadderStep, spend
@@ -79,7 +80,7 @@ class RobustMpc(Policy):
         first = view.first_missing()
         if first is None:
             return self._more(view, budget)
-        ahead = view.missing_groups.firsts(self._horizon)
+        ahead = list(islice(view.missing_groups, self._horizon))
         share = (budget - self._owed_bytes) * len(ahead) / len(view.missing_groups)
         planned = spend(view.ladder.layered, _steps_of(self._steps, ahead), ahead, share)
         base, *layers = view.ladder.stacks[planned[first]]
