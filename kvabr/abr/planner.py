@@ -194,14 +194,12 @@ class ComputePlanner:
         belief = self._belief = self._link.rates(view)
         if self._suffix and computed_s > view.time_left:  # else waiting could make the play late
             belief = self._link.before_call(view, belief, computed_s)
-        rates, shares = list(belief.rates), np.array(belief.weights)
         starts = [front] if self._suffix else sorted({self._exact(view), *self._restarts(view, front)})
-        ways = self.ways(view, starts, rates, belief.ramp)
+        ways = self.ways(view, starts, belief.rates, belief.ramp)
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _MIN_PLAY_COST)
-        common = shares[belief.rare :] / shares[belief.rare :].sum()
+        common = np.array(belief.weights[belief.rare :])
         regrets = [common @ (way.costs / least)[belief.rare :] for way in ways]
-        number = int(np.argmin([regret.min() for regret in regrets]))
-        way, regret = ways[number], regrets[number]
+        way, regret = min(zip(ways, regrets, strict=True), key=lambda each: float(each[1].min()))
         best = int(regret.argmin())
         if not self._suffix and (kept is None or view.arrived):  # computing must pay off
             kept = way.start
@@ -212,23 +210,9 @@ class ComputePlanner:
             if same < len(way.stops) and float(regret[same]) <= (1.0 + _MIN_GAIN) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
-        if len(rates) > 1 and belief.learns_s:
-            more = belief.learns_s * (view.time_price + (least >= MISS_PENALTY) / view.deadline_s)
-            if 0.0 <= view.time_left - computed_s < belief.learns_s + 2.0 * DIVISION_TOLERANCE * view.deadline_s:
-                more += MISS_PENALTY  # at the next decision the engine could not meet the deadline
-            waits = 1.0 + more / least
-            if self._suffix:
-                waited = float((shares @ (view.time_price * view.now / least))[0])
-                # If the play is late anyway, waiting as long as the engine takes is at most twice as bad.
-                worst = 1.0 if way.costs[-1, best] >= MISS_PENALTY else _MIN_GAIN
-                begun = float(shares @ (way.costs[:, best : best + 1] / least)[:, 0])
-                self._waits = float((shares @ waits)[0]) < min(1.0 + worst - waited, begun)
-            else:
-                # Waiting costs nothing if the network then delivers everything.
-                waits = np.minimum(waits, way.costs[:, :1] / least)
-                self._call_to = self._first_call(view, way, least, shares, float((shares @ waits)[0]))
-        self._network_s = float(way.network_s[best])
-        stop = int(way.stops[best])
+        if len(belief.rates) > 1 and belief.learns_s:
+            self._learn(view, belief, way, best, least, computed_s)
+        self._network_s, stop = float(way.network_s[best]), int(way.stops[best])
         play, compute = (-1, 0) if self._suffix else (0, -1)
         begins_s, before_s = (self._network_s, float(way.network_s[compute])) if self._suffix else (0.0, 0.0)
         self.division = Division(
@@ -241,6 +225,27 @@ class ComputePlanner:
             known=belief.state not in {"unknown", "growing"} and view.rate > 0,
         )
         return way.start, stop
+
+    def _learn(self, view: View, belief: Belief, way: _Ways, best: int, least: Array, computed_s: float) -> None:
+        """Decide whether to wait for a better estimate of the rate, or in hole mode how long the next call is.
+
+        ``best``: index of the best stop; ``least``: least cost by rate; ``computed_s``: seconds to compute everything.
+        """
+        shares = np.array(belief.weights)
+        more = belief.learns_s * (view.time_price + (least >= MISS_PENALTY) / view.deadline_s)
+        if 0.0 <= view.time_left - computed_s < belief.learns_s + 2.0 * DIVISION_TOLERANCE * view.deadline_s:
+            more += MISS_PENALTY  # at the next decision the engine could not meet the deadline
+        waits = 1.0 + more / least
+        if self._suffix:
+            waited = float((shares @ (view.time_price * view.now / least))[0])
+            # If the play is late anyway, waiting as long as the engine takes is at most twice as bad.
+            worst = 1.0 if way.costs[-1, best] >= MISS_PENALTY else _MIN_GAIN
+            begun = float(shares @ (way.costs[:, best : best + 1] / least)[:, 0])
+            self._waits = float((shares @ waits)[0]) < min(1.0 + worst - waited, begun)
+        else:
+            # Waiting costs nothing if the network then delivers everything.
+            waits = np.minimum(waits, way.costs[:, :1] / least)
+            self._call_to = self._first_call(view, way, least, shares, float((shares @ waits)[0]))
 
     def _why(self) -> str:
         if (here := self.division) is None:
