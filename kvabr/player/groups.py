@@ -64,11 +64,11 @@ class GroupProgress:
     in case it is damaged.
     """
 
-    __slots__ = ("_stacks", "arrived", "decoding", "flying")
+    __slots__ = ("_loss", "_stacks", "arrived", "decoding", "flying")
 
-    def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
-        """``stacks``: layers of each track (`Ladder.stacks`)."""
-        self._stacks = stacks
+    def __init__(self, stacks: Mapping[str, Sequence[str]], loss: Callable[[int, str], float]) -> None:
+        """``stacks``: layers of each track (`Ladder.stacks`); ``loss``: that of a group on a track (`View.loss`)."""
+        self._stacks, self._loss = stacks, loss
         self.flying: tuple[Transfer, ...] = ()  # empty tuples are not tracked by the garbage collector
         self.arrived: tuple[Transfer, ...] = ()
         self.decoding: tuple[Transfer, ...] = ()
@@ -97,16 +97,19 @@ class GroupProgress:
         return None
 
     def decodable(self, placed: str | None) -> tuple[Transfer, ...]:
-        """Return the layers to decode next, lowest first."""
-        if not self.arrived:
+        """Return the layers to decode next, lowest first: of a track that refines the present one, or is better."""
+        if not self.arrived or placed == RECOMPUTED:
             return ()
         below = self.decoding[-1].track if self.decoding else placed
         here = {transfer.track: transfer for transfer in self.arrived}
-        for top in sorted(self.arrived, key=lambda one: -one.request):
+        for top in sorted(self.arrived, key=lambda one: (self._loss(one.group, one.track), -one.request)):
             layers = self._stacks[top.track]
-            needed = layers[layers.index(below) + 1 :] if below in layers else layers
-            if all(layer in here for layer in needed):
-                return tuple(here[layer] for layer in needed)
+            if below in layers:
+                layers = layers[layers.index(below) + 1 :]
+            elif below is not None and self._loss(top.group, top.track) >= self._loss(top.group, below):
+                continue  # the first layers of a stack may be worse than another track in place
+            if all(layer in here for layer in layers):
+                return tuple(here[layer] for layer in layers)
         return ()
 
     def begin_decoding(self, placed: str | None) -> tuple[Transfer, ...]:
@@ -160,7 +163,7 @@ class Groups(dict[int, GroupProgress]):
         self.in_place = 0
 
     def __missing__(self, group: int) -> GroupProgress:
-        made = self[group] = GroupProgress(self._view.ladder.stacks)
+        made = self[group] = GroupProgress(self._view.ladder.stacks, self._view.loss)
         return made
 
     @property

@@ -349,7 +349,12 @@ class Session:
         if not (batch := self._end_decoding(request)):
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
-        self.groups[batch[0].group].arrived += (*batch[:number], *batch[number + 1 :])
+        others, group = (*batch[:number], *batch[number + 1 :]), batch[0].group
+        if self.record.groups[group].track == RECOMPUTED:  # the engine was faster
+            for transfer in others:
+                self._drop(transfer)
+        else:
+            self.groups[group].arrived += others
         elsewhere = self.sources.drop(batch[number])
         self._lost(batch[number], RequestFailed, reason, now, counts=not elsewhere)
         self.advance(now)
@@ -454,6 +459,11 @@ class Session:
     def stop(self, now: float, reason: str) -> None:
         """End the play at its owner's request: deliver a shorter prefix, or give up an incomplete cache."""
         if not self.over:
+            self.aim.stop(now, reason)
+
+    def unreachable(self, reason: str, now: float) -> None:
+        """Deliver a complete cache that needs nothing more, since no source can be reached."""
+        if not self.closed and self.groups.complete and self.aim.suffices(now):
             self.aim.stop(now, reason)
 
     def cut_off(self, reason: str, now: float) -> None:
@@ -752,7 +762,7 @@ class Session:
     def decode(self, now: float) -> None:
         """Hand groups to the decoders until they are busy."""
         queue, view = self._decoders, self.view
-        while not queue.busy:
+        while not (queue.busy or self.over):
             urgent = now + view.decode_backlog_s + view.margin_s >= view.deadline_s
             engine = self.engine is not None and self._engine_due
             group = queue.next(now, urgent=urgent, engine=engine, will_replace=self.guard.will_replace)

@@ -7,7 +7,8 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.session import Session
-from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup
+from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, Recompute
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
 from tests.catalogs import catalog
 from tests.player.sessions import decode_all, of
@@ -96,6 +97,46 @@ def test_what_is_replaced_is_kept_until_the_replacement_is_decoded():
     assert of(decode_all(play, play.actions(), 0.3), Deliver)
     assert play.record.groups[0].track == "layer-2"
     assert play.record.bytes_wasted == other.bytes
+
+
+def test_layers_worse_than_another_track_in_place_are_decoded_once_the_next_is_here():
+    play, (fetch,) = begun(Decision.fetch(0, "FP4", "first"), Decision.upgrade(0, "layer-2", "better"))
+    play.done(fetch.request, 0.1)
+    base, middle, top = of(play.actions(), FetchGroup)
+    play.done(base.request, 0.2)
+    play.timer(9.0)
+    assert [decode.track for decode in of(decode_all(play, play.actions(), 9.0), Decode)] == ["FP4"]
+    assert not play.view.undecoded
+    play.done(middle.request, 9.1)
+    play.timer(9.9)
+    (decode,) = of(play.actions(), Decode)
+    assert (decode.track, decode.below) == ("layer-1", (base.request,))
+    play.failed(top.request, "reset", 9.91)
+    play.decoded(decode.request, 9.92)
+    play.timer(10.0)
+    assert of(play.actions(), Deliver)
+    (record,) = play.record.groups
+    assert (record.track, record.bytes) == ("layer-1", base.bytes + middle.bytes)
+    assert play.record.bytes_wasted == fetch.bytes
+
+
+def test_a_group_computed_while_its_layers_are_decoded_needs_none_of_them():
+    play = Session(Ladder(OFFER), 10.0, Scripted(STACK), HarmonicMean(), cost=PrefillCost.from_rate(OFFER.tokens))
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    for fetch in reversed(fetches):
+        play.done(fetch.request, 0.1)
+    (decode,) = of(play.actions(), Decode)
+    play.obey(Decision.recompute(0, "the engine is idle"), 0.2)
+    assert of(play.actions(), Recompute)
+    play.computed(0, 1, 0.3)
+    assert not play.over  # the decoders are busy
+    play.refused(fetches[1].request, "checksum", 0.4)
+    actions = play.actions()
+    assert {cancel.request for cancel in of(actions, Cancel)} == {fetches[0].request, fetches[2].request}
+    assert of(actions, Deliver)
+    assert play.record.bytes_wasted == play.record.bytes_fetched
+    assert decode.request == fetches[2].request
 
 
 def test_a_replacement_that_arrives_while_the_old_track_is_decoded_is_not_lost():
