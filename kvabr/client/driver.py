@@ -90,6 +90,8 @@ class EngineCache:
         self._held[:groups] = coverage
 
 
+_NOT_FAULTS = (Reason.BUSY, Reason.AWAY)
+"""Refusals that do not count as attempts."""
 _PAUSE_SHARE = 1 / 50
 """Fraction of the deadline to wait before repeating a refused request, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
@@ -219,9 +221,7 @@ class Driver:
         if self._connection.unreachable:
             self._unreachable_s = self.now() if self._unreachable_s is None else self._unreachable_s
             reason = f"connection lost: {self._connection.trouble or 'no source can be reached'}"
-            if self.session.groups.complete:
-                self._report(partial(self.session.stop, reason=reason))
-                return
+            self._report(partial(self.session.unreachable, reason))
             if self.now() - self._unreachable_s >= _UNREACHABLE_S:
                 self._report(partial(self.session.cut_off, reason))
         else:
@@ -272,7 +272,7 @@ class Driver:
             if not download.data:
                 await self._pause(error)
             self._reads.pop(action.request, None)
-            busy = isinstance(error, RequestError) and error.reason in (Reason.BUSY, Reason.AWAY)
+            busy = isinstance(error, RequestError) and error.reason in _NOT_FAULTS
             lost = self._sources[action.source].closed
             self._report(partial(self.session.failed, busy=busy, lost=lost), action.request, message_of(error))
         else:
@@ -296,11 +296,11 @@ class Driver:
                 self.session.progress(action.request, received, self.now(), download.limit)
 
     async def _pause(self, error: Exception) -> None:
-        """Wait as long as a busy peer requests: immediate retries would use up the attempts."""
+        """Wait as long as a busy peer requests; immediate retries would load it more."""
         if not isinstance(error, RequestError):
             return
         deadline_s, wanted = self.session.view.deadline_s, error.retry_after_s
-        if wanted is None and error.reason == Reason.BUSY:
+        if wanted is None and error.reason in _NOT_FAULTS:
             wanted = _PAUSE_SHARE * deadline_s
         if wanted is not None:
             await asyncio.sleep(max(0.0, min(wanted, _MAX_PAUSE_SHARE * deadline_s)))

@@ -43,6 +43,20 @@ async def test_a_publisher_that_is_busy_is_asked_again_for_the_same_track(origin
     assert sum("0x9" in reason for reason in end.reasons) == 8
 
 
+@pytest.mark.parametrize("code", [0x6, 0x9], ids=["going away", "excessive load"])
+@virtual
+async def test_a_publisher_that_refuses_everything_for_now_is_asked_at_intervals(origin, short, code):
+    asked = []
+
+    def faults(ask):
+        asked.append(ask)
+        return Fault(refuse=code) if level(ask) else None
+
+    end = await ended(origin, short, {"rate": 1e6, "faults": faults}, policy="fixed:Int4")
+    assert isinstance(end.result, PlayError)
+    assert 10 * short.groups < len(asked) < 100 * short.groups
+
+
 def answering(short, change):
     """Find as the library does, but with another catalog."""
 

@@ -4,11 +4,12 @@ import math
 
 import pytest
 
-from kvabr.player.session_types import PlayerConfig
+from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, Recompute
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
+from tests.player.sessions import bring, of, session
 from tests.replay.worlds import world, worlds
 
 OFFER = catalog(16, layered=True)
@@ -68,3 +69,33 @@ def test_a_policy_that_cannot_do_better_is_given_up_or_has_everything_computed()
     run = played(10.0, 1e-4, ENGINE, policy="fixed:Int4")
     assert run["loss"] == 0.0
     assert run["ttft_s"] is not None
+
+
+@pytest.mark.parametrize(("max_loss", "policy"), [(math.inf, "cheapfirst"), (1e-4, "fixed:Int4")])
+def test_without_a_source_a_complete_cache_above_it_waits_for_the_engine(max_loss, policy):
+    cost = PrefillCost.from_rate(200.0)
+    config = PlayerConfig(max_loss=max_loss, time_price=1e-9)
+    play = session(policy=policy, cost=cost, deadline=100.0, config=config)
+    play.start(0.0)
+    play.unreachable("the peer is away", 0.01)
+    assert not play.over  # incomplete: the peer may return
+    actions, now = play.actions(), 0.02
+    while not play.groups.complete and (fetches := of(actions, FetchGroup)):
+        actions = [action for fetch in fetches for action in bring(play, fetch, now)]
+        now += 0.01
+    assert play.groups.complete
+    assert not play.over
+    play.unreachable("the peer is away", now)
+    if max_loss == math.inf:
+        assert of(play.actions(), Deliver)
+        return
+    assert not play.over
+    play.cut_off("the peer is away", now + 1.0)
+    calls = of([*actions, *play.actions()], Recompute)
+    while calls:
+        now += 2.0
+        play.computed(calls[0].first, calls[0].last, now)
+        actions = play.actions()
+        calls = of(actions, Recompute)
+    assert of(actions, Deliver)
+    assert {record.track for record in play.record.groups} == {"recomputed"}

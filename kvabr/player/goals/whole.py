@@ -107,7 +107,7 @@ class WholeAim:
         Makes no decision, and does not wait for decoding.
         """
         play, complete = self.play, self.play.groups.complete
-        if now >= play.view.deadline_s and complete and self._within(now):
+        if now >= play.view.deadline_s and complete and self.suffices(now):
             play.look(now)
             self.deliver(now)
         elif now >= play.view.deadline_s and self.cuts(now):
@@ -117,7 +117,8 @@ class WholeAim:
             play.give_up(now, self._excess() if complete else play.lacking())
         return play.closed
 
-    def _within(self, now: float) -> bool:
+    def suffices(self, now: float) -> bool:
+        """Return True if the cache in place is within the loss limit."""
         play = self.play
         if math.isinf(play.view.max_loss) or delivered_loss(play.catalog, play.record) <= play.view.max_loss:
             return True
@@ -146,7 +147,7 @@ class WholeAim:
         stopped = play.stopped is not None
         idle = not play.waiting() and not (play.engine is not None and play.engine.busy)
         if play.content and idle and (complete or stopped or not play.view.coming):
-            if complete and self._within(now):
+            if complete and self.suffices(now):
                 self.deliver(now)
             elif complete:
                 self.exceed(now)
@@ -176,7 +177,7 @@ class WholeAim:
 
     def stop(self, now: float, reason: str) -> None:
         """End the play at its owner's request."""
-        if self.play.groups.complete and self._within(now):
+        if self.play.groups.complete and self.suffices(now):
             self.deliver(now)
         else:
             self.play.give_up(now, reason)
