@@ -352,6 +352,7 @@ class PlayRunner:
                 limit.reschedule(0.0)
         if self._plays:
             await asyncio.wait(self._plays.values())
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would not clean up
         await cancel_all(self._upgrades)
 
     @asynccontextmanager

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvabr.abr import Decision, Policy
+from kvabr.client.async_client import AsyncClient
 from kvabr.client.engine_hook import StepGate
+from kvabr.client.options import PlayOptions
 from kvabr.codec.fit import fit
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
@@ -254,6 +256,31 @@ async def test_it_ends_with_the_connection(layered):
         played.upgrades.into(StepGate())
     await played.upgrades.wait()
     assert played.upgrades.over
+
+
+@virtual
+async def test_closing_a_client_right_after_a_play_ends_its_upgrades(layered):
+    link = layered(1e7)
+
+    def watch(snapshot):
+        link.path.rate = slow(layered.catalog, 0.5)
+
+    client = AsyncClient(link, model=SPEC)
+    played = await client.play(TOKENS, deadline=2.0, options=PlayOptions(after=math.inf, time_price=1.0, watch=watch))
+    written = []
+
+    def hook(*groups_and_write):
+        written.append(groups_and_write)
+        groups_and_write[-1]()
+        return True
+
+    played.upgrades.into(hook)
+    await client.close()
+    link.path.rate = 1e6
+    await asyncio.wait_for(played.upgrades.wait(), 10.0)
+    assert not written
+    assert link.downloads == 0
+    assert played.upgrades.coverage == played.coverage
 
 
 @virtual
