@@ -41,6 +41,8 @@ _INTERVALS, _SUBINTERVALS = 64, 8
 _MAX_ROUNDS = 12
 _MAX_LATE_DEADLINES = 64.0
 _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-7, 2e-3
+ROUNDING_LOSS = 1e-12
+"""Loss above a maximum that rounding errors of sums explain, nats per generated token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,14 @@ class Clairvoyant:
         decode_scale: float = 1.0,
         decoders: int = 1,
         decode_latency_s: float = 0.0,
+        max_loss: float = math.inf,
     ) -> None:
-        """Prepare the bound. ``cost`` is None without an engine; ``decode_latency_s`` is added for the last batch."""
-        self._catalog, self._cost = catalog, cost
+        """Prepare the bound.
+
+        ``cost`` is None without an engine; ``decode_latency_s`` is added for the last batch; no cache may lose more
+        than ``max_loss``, in nats per generated token.
+        """
+        self._catalog, self._cost, self.max_loss = catalog, cost, max_loss
         self._mode: EngineMode = mode if catalog.every_token else "suffix"
         self.decoders = decoders
         self.frontier = frontier = Frontier(catalog, decode_scale)
@@ -232,7 +239,7 @@ def _rest_seconds(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Arra
 class _Link:
     def __init__(self, clairvoyant: Clairvoyant, capacity: Capacity, until_s: float, first_byte_s: float) -> None:
         self.frontier, self._decoders = clairvoyant.frontier, clairvoyant.decoders
-        self._tail_s, self._lasts = clairvoyant.tail_s, clairvoyant.lasts
+        self._tail_s, self._lasts, self._max_loss = clairvoyant.tail_s, clairvoyant.lasts, clairvoyant.max_loss
         self.until_s = until_s
         self._times, self._carried = _opened(capacity, until_s, first_byte_s)
         self._least: Array = np.minimum.accumulate(
@@ -250,11 +257,16 @@ class _Link:
         return float(t0 + (t1 - t0) * (nbytes - c0) / (c1 - c0))
 
     def loss(self, part: GroupSubset | None, ends: Array, *, care: int, hint: int = 0) -> Array:
-        """Return lower bounds of the loss of plays that end at the times ``ends``, see `Frontier.loss`."""
+        """Return lower bounds of the loss of plays that end at the times ``ends``, see `Frontier.loss`.
+
+        Infinite where even the bound is above the maximum loss.
+        """
         if part is None:
             return np.zeros(len(ends))
         nbytes = self._whole(ends) if part is WHOLE else self._carried_by(ends - self._tail_s)
-        return self.frontier.loss(part, nbytes, self._decoding(ends), care=care, hint=hint)
+        found = self.frontier.loss(part, nbytes, self._decoding(ends), care=care, hint=hint)
+        found[found > self._max_loss + ROUNDING_LOSS] = np.inf
+        return found
 
     def price(self, end_s: float) -> int:
         """Return the index of the decode price with the tightest bound for plays that end at ``end_s``."""

@@ -208,7 +208,7 @@ class Experiment:
         self._live = (
             None
             if options.producer is None
-            else LiveClairvoyant(self.catalog, options.decode_scale, options.decode_latency_s)
+            else LiveClairvoyant(self.catalog, options.decode_scale, options.decode_latency_s, options.config.max_loss)
         )
         self.catalog_bytes = sum(len(each.dumps()) for each in catalog.sources or (catalog,))
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
@@ -269,6 +269,7 @@ class Experiment:
             decode_scale=options.decode_scale,
             decoders=options.decoders,
             decode_latency_s=options.decode_latency_s,
+            max_loss=options.config.max_loss,
         )
 
     def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float, *, lookup_s: float = 0.0) -> Bound:

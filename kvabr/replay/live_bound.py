@@ -18,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 
 from kvabr.abr.ladder import every_option, rank
-from kvabr.replay.clairvoyant import INFEASIBLE, Bound
+from kvabr.replay.clairvoyant import INFEASIBLE, ROUNDING_LOSS, Bound
 from kvabr.replay.frontier import Array
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
@@ -69,8 +69,15 @@ _ROUNDING_BYTES = 1e-6
 class LiveClairvoyant:
     """Lower bound for players that know the link and the producer's times."""
 
-    def __init__(self, catalog: Catalog, decode_scale: float = 1.0, decode_latency_s: float = 0.0) -> None:
-        """Prepare the steps of all hulls; ``decode_latency_s`` is added for the last batch."""
+    def __init__(
+        self,
+        catalog: Catalog,
+        decode_scale: float = 1.0,
+        decode_latency_s: float = 0.0,
+        max_loss: float = math.inf,
+    ) -> None:
+        """Prepare the steps of all hulls; for ``decode_latency_s`` and ``max_loss`` see `Clairvoyant`."""
+        self._max_loss = max_loss
         options = every_option(catalog)
         self._least: Array = np.array([hull[0].bytes for hull in options], float)
         self._worst = sum(hull[0].loss for hull in options)
@@ -122,7 +129,7 @@ class LiveClairvoyant:
         return Bound(feasible=True, least_loss=least_loss, objective=objective, loss=loss, end_s=end_s, engine_s=0.0)
 
     def loss_at(self, capacity: Capacity, begins_s: Sequence[float], end_s: float) -> float:
-        """Return the lowest loss of any cache that is complete at ``end_s``; infinite if none can be.
+        """Return the lowest loss of any cache that is complete at ``end_s``; infinite if none can be within the limit.
 
         ``begins_s`` is the earliest arrival of each group's bytes, ascending.
         """
@@ -139,4 +146,4 @@ class LiveClairvoyant:
             if fits > 0:
                 left[: group + 1] -= fits
                 loss -= saving * (fits / nbytes)
-        return loss
+        return loss if loss <= self._max_loss + ROUNDING_LOSS else math.inf

@@ -127,6 +127,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "recompute": None if options.cost is None else options.cost.to_json(),
             "time_price": options.config.time_price,
             "gpu_price": options.config.gpu_price if math.isfinite(options.config.gpu_price) else None,
+            "max_loss": options.config.max_loss if math.isfinite(options.config.max_loss) else None,
             "decode_scale": options.decode_scale,
             "decoders": options.decoders,
             "slow_start": options.slow_start,

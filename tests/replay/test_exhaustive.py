@@ -43,6 +43,7 @@ class Instance:
     decoders: int
     time_price: float
     gpu_price: float
+    max_loss: float = math.inf
 
     @cached_property
     def options(self):
@@ -55,7 +56,9 @@ class Instance:
         return found
 
     def bound(self) -> Bound:
-        made = Clairvoyant(self.offer, self.cost, self.mode, decode_scale=self.scale, decoders=self.decoders)
+        made = Clairvoyant(
+            self.offer, self.cost, self.mode, decode_scale=self.scale, decoders=self.decoders, max_loss=self.max_loss
+        )
         prices = {"time_price": self.time_price, "gpu_price": self.gpu_price}
         return made.best(self.link, 1.0, **prices, first_byte_s=self.rtt_s)
 
@@ -167,7 +170,7 @@ def best(play, mode):
     """Return the least objective of all schedules, and whether any meets the deadline."""
     if mode == "none":
         play = replace(play, mode="none")
-    found = [(play.value(*schedule), schedule[1]) for schedule in play.schedules()]
+    found = [(play.value(*schedule), schedule[1]) for schedule in play.schedules() if schedule[0] <= play.max_loss]
     return min(value for value, _ in found), min(end for _, end in found)
 
 
@@ -175,7 +178,9 @@ def best(play, mode):
 @examples(200)
 @given(st.sampled_from(MODES), st.integers(0, 10**9))
 def test_no_schedule_is_below_the_bound(mode, seed):
-    play = instance(random.Random(seed), mode)
+    play = instance(dice := random.Random(seed), mode)
+    best_tracks = [min(losses) for losses in zip(*(track.loss for track in play.offer.tracks), strict=True)]
+    play = replace(play, max_loss=dice.choice([math.inf, 1.0, 1.3, 10.0]) * sum(best_tracks) + 1e-9)
     bound, (least, fastest_s) = play.bound(), best(play, mode)
     if bound.feasible:
         assert least >= bound.objective - 1e-6 * max(1.0, least)

@@ -183,6 +183,8 @@ def test_infeasible_plays_are_set_apart_and_counted_once():
     assert "in 4 of 4 plays" in text
     assert text.endswith("; one more play is set apart because even the cheapest tracks could not arrive in time.")
     assert verdict(result_of(*hopeless)).startswith("In the only play, even the cheapest tracks could not arrive")
+    limited = {**result_of(*hopeless), "options": {"max_loss": 1e-3}}
+    assert "no cache within max_loss (0.001 nats per token) could arrive in time" in verdict(limited)
 
 
 @pytest.mark.parametrize("told", ["oracle", "cachegen-oracle"])

@@ -132,6 +132,14 @@ def set_apart(result: Result) -> int:
     return len({play_key(run) for run in result.get("runs", ()) if not feasible(run)})
 
 
+def why_apart(result: Result) -> str:
+    """Return the reason why plays are set apart."""
+    max_loss = number(result.get("options", {}).get("max_loss"))
+    if max_loss is None:
+        return "even the cheapest tracks could not arrive in time"
+    return f"no cache within max_loss ({max_loss:g} nats per token) could arrive in time"
+
+
 def nats(value: float | None, digits: int = 2) -> str:
     """Format a loss in nats per token with ``digits`` significant digits, if possible without an exponent."""
     if value is None:

@@ -32,6 +32,7 @@ from kvabr.replay.report.queries import (
     ranked,
     set_apart,
     track_order,
+    why_apart,
 )
 from kvabr.replay.trace import three
 
@@ -176,7 +177,7 @@ def _notes(result: Result, styles: dict[str, tuple[str, str]]) -> list[Renderabl
     apart = set_apart(result)
     if apart:
         noun = "play is" if apart == 1 else "plays are"
-        text = f"{apart:,} {noun} set apart: even the cheapest tracks could not arrive in time"
+        text = f"{apart:,} {noun} set apart: {why_apart(result)}"
         notes.append(Text(text, style="yellow"))
         summary = result.get("summary", {})
         known = ((number(line.get("infeasible_ttft_p50_s")), policy) for policy, line in summary.items())

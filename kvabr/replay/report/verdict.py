@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvabr.replay.report.queries import FIXED, ORACLE, Result, Run, feasible, nats, number, play_key, set_apart
+from kvabr.replay.report.queries import (
+    FIXED,
+    ORACLE,
+    Result,
+    Run,
+    feasible,
+    nats,
+    number,
+    play_key,
+    set_apart,
+    why_apart,
+)
 
 _EQUAL_SHARE = 0.01
 _NEGLIGIBLE_LOSS = 1e-6
@@ -46,7 +57,7 @@ def verdict(result: Result) -> str:
         if feasible(run):
             by_policy.setdefault(str(run["policy"]), {})[play_key(run)] = run
     if not by_policy:
-        return _nothing_feasible(apart)
+        return _nothing_feasible(apart, why_apart(result))
     shared = set.intersection(*(set(plays) for plays in by_policy.values()))
     scores = [_score(policy, plays, shared or set(plays)) for policy, plays in by_policy.items()]
     scores.sort(key=lambda score: (score.regret, -score.met, score.loss))
@@ -66,7 +77,7 @@ def verdict(result: Result) -> str:
             sentence += "; no fixed track was played to compare it with"
     else:
         sentence = _alone(fixed[0], len(scores)) + "; no adaptive policy was played to compare it with"
-    return sentence + _apart(apart) + "."
+    return sentence + _apart(apart, why_apart(result)) + "."
 
 
 def _score(policy: str, plays: Plays, keys: set[tuple[str, float, float]]) -> _Score:
@@ -147,15 +158,15 @@ def _order(a: float, b: float) -> int:
     return -1 if a < b else 1
 
 
-def _apart(plays: int) -> str:
+def _apart(plays: int, why: str) -> str:
     if not plays:
         return ""
     noun = "one more play is" if plays == 1 else f"{plays:,} more plays are"
-    return f"; {noun} set apart because even the cheapest tracks could not arrive in time"
+    return f"; {noun} set apart because {why}"
 
 
-def _nothing_feasible(apart: int) -> str:
+def _nothing_feasible(apart: int, why: str) -> str:
     if not apart:
         return "Nothing was played."
     which = "the only play" if apart == 1 else f"all {apart:,} plays"
-    return f"In {which}, even the cheapest tracks could not arrive in time: there is nothing for a policy to win."
+    return f"In {which}, {why}: there is nothing for a policy to win."
