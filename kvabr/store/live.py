@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvabr.store.asset import FrameReader, as_asset_errors, open_frame
 from kvabr.store.asset_writer import AssetWriter
-from kvabr.store.files import STALE_S
+from kvabr.store.files import STALE_S, open_regular
 from kvabr.store.local import LocalStore
 from kvabr.store.names import LIVE, FramePlace, catalog_name, group_name, profile_name
 from kvabr.store.store import listing
@@ -145,15 +145,14 @@ class LiveFollower:
 
 def _is_locked(path: Path) -> bool:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = open_regular(path)  # another writer of the store may have put a pipe here
     except OSError:
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 

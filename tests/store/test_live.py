@@ -1,6 +1,8 @@
 """Assets that are played while they are written: what a follower sees, also of a writer that fails or is killed."""
 
+import fcntl
 import hashlib
+import os
 from dataclasses import replace
 
 import pytest
@@ -135,6 +137,18 @@ def test_a_producer_that_is_left_in_the_middle_leaves_nothing(tmp_path):
         writer.begin_live(live(key := new_key()))
         publish(writer, 0, key)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_pipe_in_place_of_the_live_catalog_is_not_opened(tmp_path):
+    with written(tmp_path) as writer:
+        writer.begin_live(live(new_key()))
+        follower = followed(tmp_path)
+        place = live_folders(tmp_path)[0] / LIVE_NAME
+        place.unlink()
+        os.mkfifo(place)
+        with open(place, "r+b", buffering=0) as pipe:  # with a writer, so that opening it would not wait
+            fcntl.flock(pipe, fcntl.LOCK_EX)
+            assert not follower.has_writer()
 
 
 KILLED = """
