@@ -383,7 +383,7 @@ def _read_flag(reader: Reader, _draft: Draft) -> bool:
 
 
 def _write_reason(value: str, _draft: Draft) -> bytes:
-    return write_text(value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
+    return write_text(value.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore").encode())
 
 
 def _read_properties(reader: Reader, _draft: Draft) -> tuple[KeyValue, ...]:

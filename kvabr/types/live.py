@@ -119,7 +119,8 @@ class LiveEnd:
 
     def dumps(self) -> bytes:
         """Return one line of JSON."""
-        return json.dumps({"key": self.key, "end": self.reason[:500]}, separators=(",", ":")).encode()
+        reason = self.reason[:500].encode(errors="replace").decode()
+        return json.dumps({"key": self.key, "end": reason}, separators=(",", ":")).encode()
 
 
 EdgeMessage = PublishedFrames | LiveEnd
@@ -145,8 +146,11 @@ def parse_edges(data: bytes) -> list[EdgeMessage]:
     found: list[EdgeMessage] = []
     try:
         text, at = data.decode(), 0
+        escaped = "\\u" in text
         while at < len(text):
             value, at = _DECODER.raw_decode(text, at)
+            if escaped:
+                json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair, as msgspec does
             found.append(_message(value))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"edge message: not JSON ({error})") from error

@@ -148,6 +148,11 @@ def test_reasons_are_cut_between_letters():
     assert message.reason == "x" + "ä" * 511
 
 
+def test_reasons_that_cannot_be_encoded_are_sent_with_replacements():
+    message = one(encode(m.RequestErrorMessage(1, 0, "a path with \udc80"), DRAFT_20), DRAFT_20)
+    assert message.reason == "a path with ?"
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_any_split_gives_the_same_messages(draft):
     @given(st.lists(strategies.message(), min_size=1, max_size=5), st.data())
