@@ -81,6 +81,8 @@ class ClientConnection(Endpoint):
         self._queue = SendQueue(self._send, self._may_send)
         self._underway: set[int] = set()
         """Streams given to the transport but not yet delivered in full."""
+        self._deadlines: dict[Sending, asyncio.TimerHandle] = {}
+        """Timers of pushed groups with a delivery timeout; they hold the connection in memory."""
         self._feeding = False
         rate = server.limits.requests_per_s
         self._requests_left, self._updates_left = RateLimiter(rate), RateLimiter(rate)
@@ -236,11 +238,16 @@ class ClientConnection(Endpoint):
             self._server.metrics.group_sent(job.request.track)
         elif stream is not None:
             self.log.warning("group cannot be sent", error=str(error))
-        self._subscriptions.sent(job, failed=error is not None)
+        self._left_queue(job, failed=error is not None)
 
     def _give_up(self, job: Sending) -> None:
         self._queue.remove(job)
-        self._subscriptions.sent(job)
+        self._left_queue(job)
+
+    def _left_queue(self, job: Sending, *, failed: bool = False) -> None:
+        if (deadline := self._deadlines.pop(job, None)) is not None:
+            deadline.cancel()
+        self._subscriptions.sent(job, failed=failed)
 
     def _wake(self) -> None:
         if not self._waking and not self._over:
@@ -412,13 +419,12 @@ class ClientConnection(Endpoint):
     def _push(self, subscription: Subscription, group_range: GroupRange, header: SubgroupHeader, stream: int) -> None:
         self._queue.add(job := self._job(subscription.request, [group_range], stream=stream, subgroup=header))
         if (timeout_s := subscription.timeout_s) is not None:
-            asyncio.get_running_loop().call_later(timeout_s, self._too_late, job)
+            self._deadlines[job] = asyncio.get_running_loop().call_later(timeout_s, self._too_late, job, stream)
 
-    def _too_late(self, job: Sending) -> None:
-        if job in self._queue.of(job.request.number) and job.stream is not None:
-            self._responder.pushed(job.request.number, job.stream, reset=ResetCode.DELIVERY_TIMEOUT)
-            self._give_up(job)
-            self._wake()
+    def _too_late(self, job: Sending, stream: int) -> None:
+        self._responder.pushed(job.request.number, stream, reset=ResetCode.DELIVERY_TIMEOUT)
+        self._give_up(job)
+        self._wake()
 
     def _job(self, request: TrackRequest, ranges: Sequence[GroupRange], **more: Any) -> Sending:
         assert self._budget is not None  # noqa: S101  # the handshake is done

@@ -195,6 +195,26 @@ async def test_a_group_that_takes_longer_than_its_subscriber_waits(tls):
         assert len(peer._queue) == 0
 
 
+async def test_the_timer_of_a_group_ends_with_it(tls):
+    """Otherwise a subscriber that has left could keep its connection in memory for ages."""
+    async with serving(tls) as served:
+        track = growing(served)
+        served.subscribe(subgroup_delivery_timeout=2**62 - 1)
+        await served.soon(Answered)
+        (peer,) = served.server.peers
+        track.append(data(0))
+        await served.soon(Ended)
+        assert peer._deadlines == {}
+        peer._queue._may_send = lambda _: False
+        track.append(data(1))
+        await until(lambda: len(peer._deadlines) == 1)
+        (timer,) = peer._deadlines.values()
+        served.end.shut(0, "")
+        await until(lambda: not served.server.peers)
+        assert timer.cancelled()
+        assert peer._deadlines == {}
+
+
 async def test_a_group_that_cannot_be_read(tls):
     """It ends the subscription, with a reason."""
     async with serving(tls) as served:
