@@ -59,14 +59,15 @@ class FollowedAsset(GrowingAsset):
         frame, objects = level.frame(group), level.objects(group)
         return OpenedGroup(self.follower.open_frame(frame.size, frame.digest), objects, frame.digest)
 
-    def poll(self) -> None:
-        """Read new messages; raises as `LiveFollower.read` and `take`."""
-        while messages := self.follower.read():
-            for message in messages:
-                if self.over:
-                    return
-                self.changed_s = time.monotonic()
-                self.take(message)
+    def poll(self) -> bool:
+        """Read a batch of new messages; return True if more may follow. Raises as `LiveFollower.read` and `take`."""
+        messages = self.follower.read()
+        for message in messages:
+            if self.over:
+                break
+            self.changed_s = time.monotonic()
+            self.take(message)
+        return bool(messages) and not self.over
 
     def differs(self, catalog: Catalog) -> bool:
         """Return True if a complete asset of this name has different frames under the same track names."""
@@ -194,8 +195,8 @@ class LiveAssets:
                 if not asset.over and time.monotonic() - asset.changed_s > STALLED_S:
                     self._end(asset, f"its producer has published nothing for {STALLED_S:g} s")
                 continue
-            if not asset.over:
-                self._poll(asset)  # its producer may just have ended it
+            while not asset.over and self._poll(asset):  # its producer may just have ended it
+                await asyncio.sleep(0)
             asset.settled = True
             if not asset.over:
                 whole = asset.chunks == len(asset.catalog.chunks) and asset.follower.is_published(0)
@@ -225,9 +226,10 @@ class LiveAssets:
         readable = (asset for asset in self._assets if asset.readable(grant))
         return next((one for one in readable if (one.namespace.model, one.catalog.profile) == named), None)
 
-    def _poll(self, asset: FollowedAsset) -> None:
+    def _poll(self, asset: FollowedAsset) -> bool:
+        more = False
         try:
-            asset.poll()
+            more = asset.poll()
         except FormatError as error:
             self._end(asset, str(error)[:300])
         except AssetError as error:
@@ -235,6 +237,7 @@ class LiveAssets:
             self._end(asset, "its updates cannot be read")  # without the path, which players should not see
         if asset.over:
             self._outdated = True
+        return more
 
     def _end(self, asset: FollowedAsset, reason: str) -> None:
         if reason:

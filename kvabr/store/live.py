@@ -34,6 +34,8 @@ from kvabr.types.live import (
 )
 
 LIVE_NAME = "live"
+BATCH_MESSAGES, BATCH_BYTES = 16, 64 << 10
+"""Maximum messages that a follower reads at once, and bytes after which it stops, because servers read in their loop."""
 _MAX_ENTRIES = 10_000
 
 
@@ -104,17 +106,20 @@ class LiveFollower:
         self._next = 0
 
     def read(self) -> list[EdgeMessage]:
-        """Return the messages since the last call.
+        """Return the next messages, at most `BATCH_MESSAGES`; empty if there are none yet.
 
         Raise `FormatError` for an invalid message, `AssetError` for an unreadable one, but only after earlier messages
         were returned.
         """
         found: list[EdgeMessage] = []
+        size = 0
         try:
             with as_asset_errors():
-                while True:
+                while len(found) < BATCH_MESSAGES and size < BATCH_BYTES:
                     name = f"{LIVE}{self.key}/{self._next}"
-                    found.append(parse_edge(bytes(self.store.blocked(self.store.get(name, limit=MAX_EDGE_BYTES)))))
+                    data = bytes(self.store.blocked(self.store.get(name, limit=MAX_EDGE_BYTES)))
+                    found.append(parse_edge(data))
+                    size += len(data)
                     self._next += 1
         except AssetError as error:
             if not found and not isinstance(error.__cause__, NotFoundError):

@@ -14,6 +14,7 @@ from kvabr.server import live_assets
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.store import live as store_live
 from kvabr.store.live import LIVE_NAME, LiveFollower, LiveWriter, new_key
 from kvabr.store.local import LocalStore
 from kvabr.store.store_tree import StoreTree
@@ -127,6 +128,21 @@ async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, 
         assert not asset.settled  # its producer lives, and may still make it an asset
     await source.check()
     assert asset.settled
+
+
+async def test_what_a_killed_producer_has_published_is_read_before_its_asset_ends(root, monkeypatch):
+    monkeypatch.setattr(store_live, "BATCH_MESSAGES", 1)
+    source = LiveAssets(StoreTree(root), QUIET)
+    with written(root) as writer:
+        writer.begin_live(live(KEY))
+        for group in range(GROUPS - 1):
+            publish(writer, group, KEY)
+        await source.scan()
+        (asset,) = source.assets
+        assert asset.chunks == 1
+        asset.follower.has_writer = lambda: False
+        await source.check()
+        assert (asset.chunks, asset.edge.failure) == (GROUPS - 1, "its process is gone")
 
 
 async def test_a_folder_of_nonsense_is_left_out_and_told_of_once(root):

@@ -30,6 +30,7 @@ from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.server.relay_catalogs import Catalogs
 from kvabr.store import asset, asset_store, cloud, group_cache, names, pages, prompt, store_tree
+from kvabr.store import live as store_live
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
 from kvabr.telemetry.kv_events import wire as events
@@ -72,6 +73,10 @@ ROWS = {
     "over TCP": [size(frames.MAX_FRAME_BYTES), f"{tcp.RECORD_BYTES:,} bytes"],
     "origin: live assets": [f"{live_assets.MAX_LIVE}; {live_assets.MAX_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: messages of a live asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
+    "origin: messages of a live asset, read at once": [
+        f"{store_live.BATCH_MESSAGES}, or until {size(store_live.BATCH_BYTES)} are exceeded",
+        f"{live_assets.POLL_S * 1000:g} ms",
+    ],
     "groups sent at a time": [f"{subscriptions.MAX_STREAMS}"],
     "streams before the answer": [sizes(requester.MAX_EARLY_OBJECTS_BYTES), sizes(requester.MAX_PARTIAL_BYTES)],
     "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],

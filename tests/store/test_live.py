@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvabr.store import live as store_live
 from kvabr.store.live import LIVE_NAME, LiveFollower, LiveWriter, new_key
 from kvabr.store.local import LocalStore
 from kvabr.store.locations import open_store
@@ -101,6 +102,17 @@ def test_a_follower_sees_what_is_published_and_reads_it_also_when_it_is_complete
     asset.check_frames()
     assert asset.catalog == final()
     assert live_folders(tmp_path) == []
+
+
+@pytest.mark.parametrize(("limit", "value"), [("BATCH_MESSAGES", 2), ("BATCH_BYTES", 300)])
+def test_a_follower_reads_a_few_messages_at_a_time(tmp_path, monkeypatch, limit, value):
+    """A server reads them in its loop, and a producer may have left any number."""
+    monkeypatch.setattr(store_live, limit, value)
+    with written(tmp_path) as writer:
+        writer.begin_live(live(key := new_key()))
+        follower = followed(tmp_path)
+        told = [publish(writer, group, key) for group in range(GROUPS)]
+        assert [follower.read() for _ in range(3)] == [told[:2], told[2:], []]
 
 
 def test_a_producer_that_fails_leaves_a_shorter_asset(tmp_path):
