@@ -7,6 +7,7 @@ so neither the answer nor its timing reveals forbidden assets.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,6 +39,16 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 _UNKNOWN = AssetVersion(0, 0.0)
+MAX_PAUSE_S, RECHECK_S = 60.0, 1.0
+"""Maximum seconds between checks of a damaged asset, and seconds after which a refresh begins no further such check."""
+
+
+class _Damage(NamedTuple):
+    version: AssetVersion
+    error: str
+    since_s: float = 0.0
+    again_s: float = 0.0
+    """When to check again: the pauses double, since each is as long as the asset has been damaged."""
 
 
 class Shared(NamedTuple):
@@ -115,7 +126,9 @@ class AssetIndex:
         self.log: FilteringBoundLogger = structlog.get_logger() if log is None else log
         self._on_change = on_change
         self._assets: dict[str, Asset] = {}
-        self._damaged: dict[str, tuple[AssetVersion, str]] = {}
+        self._damaged: dict[str, _Damage] = {}
+        self._recheck_s = 0.0
+        """Seconds that this refresh has spent on checks of damaged assets."""
         self._complete = True
 
     @property
@@ -136,7 +149,8 @@ class AssetIndex:
 
     def refresh(self) -> bool:
         """Find new, replaced and removed assets; return True if there were any."""
-        assets, damaged = dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
+        assets, damaged = dict[str, Asset](), dict[str, _Damage]()
+        self._recheck_s = 0.0
         found, unreadable = self.stores.find()
         complete = True
         for label, store in found.items():
@@ -150,7 +164,7 @@ class AssetIndex:
             complete = complete and len(listed) < MAX_LISTED
             assets |= self._refreshed(label, store, listed, damaged)
         for name, why in unreadable.items():
-            damaged[name] = _UNKNOWN, why
+            damaged[name] = _Damage(_UNKNOWN, why)
             if self._damaged.get(name) != damaged[name]:
                 self.log.warning("folder left out", folder=name, error=why)
         if self._complete and not complete:
@@ -164,7 +178,7 @@ class AssetIndex:
         label: str,
         store: AssetStore,
         listed: Mapping[str, AssetVersion],
-        damaged: dict[str, tuple[AssetVersion, str]],
+        damaged: dict[str, _Damage],
     ) -> dict[str, Asset]:
         """Return the undamaged assets of one store, by name; log each damaged asset once."""
         assets: dict[str, Asset] = {}
@@ -173,20 +187,33 @@ class AssetIndex:
             name = label + prompt
             asset = self._assets.get(name)
             if asset is None or asset.version != version:
+                known = self._damaged.get(name)
+                if known is not None and self._skips(known, version):
+                    damaged[name] = known
+                    continue
                 sizes = object_sizes(store.store) if sizes is None else sizes
+                start_s = time.monotonic()
                 try:
                     asset = store.open(prompt, name, version)
                     check_names(asset.catalog)
                     _ = asset.prefix_keys
                     asset.check_parts(sizes)
                 except (OSError, ValueError, AssetError, FormatError) as error:
-                    # Check damaged assets again at each refresh: a slow copy may write the catalog before the frames.
-                    damaged[name] = version, str(error)
-                    if self._damaged.get(name) != damaged[name]:
-                        self.log.warning("asset left out", asset=name, error=str(error))
+                    # Check damaged assets again: a slow copy may write the catalog before the frames.
+                    now_s, why = time.monotonic(), str(error)
+                    since_s = start_s if known is None or known.version != version else known.since_s
+                    damaged[name] = _Damage(version, why, since_s, now_s + min(MAX_PAUSE_S, start_s - since_s))
+                    self._recheck_s += 0.0 if known is None else now_s - start_s
+                    if known is None or known[:2] != (version, why):
+                        self.log.warning("asset left out", asset=name, error=why)
                     continue
             assets[name] = asset
         return assets
+
+    def _skips(self, known: _Damage, version: AssetVersion) -> bool:
+        """Return True if a damaged asset is not checked again now, so that a damaged store cannot delay the others."""
+        early = known.version == version and time.monotonic() < known.again_s
+        return early or self._recheck_s > RECHECK_S
 
     def renew(self, asset: Asset) -> None:
         """Refresh if an asset is no longer current."""

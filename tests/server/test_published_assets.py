@@ -16,6 +16,8 @@ from kvabr.server import published_assets
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.store import asset_index
+from kvabr.store.asset_store import AssetStore
 from kvabr.store.locations import open_asset
 from kvabr.store.names import catalog_name, profile_name
 from kvabr.types.catalog import Catalog
@@ -184,6 +186,62 @@ def test_a_damaged_asset_is_logged_once_and_left_out(root, events, damage, words
     make_asset(root / "bad", range(8), profile=b"p")
     assert library.refresh()
     assert (len(library.assets), library.damaged) == (2, 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(asset_index, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def opened(clock, monkeypatch):
+    """The times at which a server opened assets, and their stores; it takes two seconds."""
+    found, openly = [], AssetStore.open
+
+    def slowly(store, *of_server):
+        if of_server:
+            found.append((clock.now_s, store.store.folder.name))
+            clock.now_s += 2.0
+        return openly(store, *of_server)
+
+    monkeypatch.setattr(AssetStore, "open", slowly)
+    return found
+
+
+def test_a_damaged_asset_is_checked_again_after_pauses_that_double(root, clock, opened):
+    make_asset(root / "bad", range(8))
+    frame = frame_file(root / "bad", 1, "Int4")
+    data = frame.read_bytes()
+    frame.unlink()
+    library = PublishedAssets(root)
+    for clock.now_s in range(10, 400, 10):
+        library.refresh()
+    assert [at for at, _ in opened] == [0, 10, 30, 70, 140, 210, 280, 350]
+    frame.write_bytes(data)
+    clock.now_s = 412.0
+    assert library.refresh()
+
+
+def test_damaged_assets_do_not_delay_others(root, clock, opened):
+    for name in ("bad-1", "bad-2"):
+        make_asset(root / name, range(8))
+        frame_file(root / name, 1, "Int4").unlink()
+    library = PublishedAssets(root)
+    good = make_asset(root / "good", range(8))
+    opened.clear()
+    clock.now_s = 10.0
+    assert library.refresh()
+    assert len(opened) == 2  # one damaged asset, and the new one in any case
+    assert [asset.name for asset in library.assets] == [f"good/{good.name}"]
+    library.refresh()
+    assert {name for _, name in opened} == {"bad-1", "good", "bad-2"}
+    for name in ("bad-1", "bad-2"):
+        os.utime(catalog_file(root / name), ns=(2**62, 2**62))  # changed, so it is not too early
+    library.refresh()
+    assert len(opened) == 4
+    assert library.damaged == 2
 
 
 def link(path):

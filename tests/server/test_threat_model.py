@@ -29,7 +29,7 @@ from kvabr.server import (
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.server.relay_catalogs import Catalogs
-from kvabr.store import asset, asset_store, cloud, group_cache, names, pages, prompt, store_tree
+from kvabr.store import asset, asset_index, asset_store, cloud, group_cache, names, pages, prompt, store_tree
 from kvabr.store import live as store_live
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
@@ -73,7 +73,7 @@ ROWS = {
     "over TCP": [size(frames.MAX_FRAME_BYTES), f"{tcp.RECORD_BYTES:,} bytes"],
     "origin: live assets": [f"{live_assets.MAX_LIVE}; {live_assets.MAX_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: messages of a live asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
-    "origin: messages of a live asset, read at once": [
+    "origin: reads of a live asset's messages": [
         f"{store_live.BATCH_MESSAGES}, or until {size(store_live.BATCH_BYTES)} are exceeded",
         f"{live_assets.POLL_S * 1000:g} ms",
     ],
@@ -143,6 +143,7 @@ ROWS = {
     "store: a frame": [size(pages._MAX_FRAME_BYTES), f"{size(names.PACK_BYTES)}, {names.PAGE_GROUPS} groups"],
     "live catalog": [size(live.MAX_LIVE_BYTES), size(live.MAX_EDGE_BYTES)],
     "store: assets per server": [f"{asset_store.MAX_LISTED:,}"],
+    "store: pause before a damaged asset": [f"{asset_index.MAX_PAUSE_S:g} s; {asset_index.RECHECK_S:g} s"],
     "object store: tries of a request": [f"{cloud._TRIES}, {cloud.WAIT_S} s"],
     "object store: groups of relays and clients": [
         f"{size(group_cache._MAX_GROUP_BYTES)} each; read {group_cache._READ_S:g} s",
