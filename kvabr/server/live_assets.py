@@ -44,8 +44,10 @@ class FollowedAsset(GrowingAsset):
     """An asset that grows in a folder."""
 
     def __init__(self, follower: LiveFollower, label: str) -> None:
-        """``label``: path of its store, ending in a slash."""
+        """``label``: path of its store, ending in a slash. Raises as `GrowingAsset`."""
         super().__init__(follower.live)
+        self._named = {prefix_key(chunk): count for count, chunk in enumerate(self.catalog.chunks, 1)}
+        """Number of groups up to the one with a key in a lookup's name; built once, because lookups are in the loop."""
         self.follower, self.store = follower, follower.store
         self.name = label + follower.live.catalog.namespace.prompt
         self.settled = False
@@ -89,7 +91,7 @@ class FollowedAsset(GrowingAsset):
             keys = {prefix_key(namespace.prompt), *parse_prefix_track(track)}
         except FormatError:
             return 0
-        named = max(index + 1 for index, chunk in enumerate(catalog.chunks) if prefix_key(chunk) in keys)
+        named = max(self._named.get(key, 0) for key in keys)
         return min(named, self.chunks) if self.over else named
 
 
@@ -195,7 +197,9 @@ class LiveAssets:
                 if not asset.over and time.monotonic() - asset.changed_s > STALLED_S:
                     self._end(asset, f"its producer has published nothing for {STALLED_S:g} s")
                 continue
-            while not asset.over and self._poll(asset):  # its producer may just have ended it
+            while not asset.over:  # its producer may just have ended it
+                if not self._poll(asset):
+                    break
                 await asyncio.sleep(0)
             asset.settled = True
             if not asset.over:

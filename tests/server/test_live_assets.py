@@ -161,15 +161,20 @@ async def test_a_folder_of_nonsense_is_left_out_and_told_of_once(root):
     assert source._refused == set()
 
 
-async def test_a_catalog_that_names_what_cannot_be_served(root):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda it: {"tracks": (replace(it.tracks[0], name="kvabr.edge"), it.tracks[1])}, r"kvabr\.edge. is reserved"),
+        (lambda it: {"chunks": (it.chunks[0], "x", it.chunks[2])}, "must have 64 hex digits, got 'x'"),
+    ],
+)
+async def test_a_catalog_that_names_what_cannot_be_served(root, change, says):
     begun = live(new_key())
-    (first, *others) = begun.catalog.tracks
-    tracks = (replace(first, name="kvabr.edge"), *others)
     with written(root) as writer:
-        writer.begin_live(replace(begun, catalog=replace(begun.catalog, tracks=tracks)))
+        writer.begin_live(replace(begun, catalog=replace(begun.catalog, **change(begun.catalog))))
         (path,) = live_folders(root)
         follower = LiveFollower(LocalStore(root), path.name)
-        with pytest.raises(FormatError, match=r"the track name .kvabr\.edge. is reserved"):
+        with pytest.raises(FormatError, match=says):
             FollowedAsset(follower, "")
         source = LiveAssets(StoreTree(root), QUIET)
         await source.scan()
