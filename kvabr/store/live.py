@@ -35,7 +35,7 @@ from kvabr.types.live import (
 
 LIVE_NAME = "live"
 BATCH_MESSAGES, BATCH_BYTES = 16, 64 << 10
-"""Maximum messages that a follower reads at once, and bytes after which it stops, because servers read in their loop."""
+"""Maximum messages that a follower reads at once, and bytes after which it stops: servers read in their event loop."""
 _MAX_ENTRIES = 10_000
 
 

@@ -143,7 +143,7 @@ ROWS = {
     "store: a frame": [size(pages._MAX_FRAME_BYTES), f"{size(names.PACK_BYTES)}, {names.PAGE_GROUPS} groups"],
     "live catalog": [size(live.MAX_LIVE_BYTES), size(live.MAX_EDGE_BYTES)],
     "store: assets per server": [f"{asset_store.MAX_LISTED:,}"],
-    "store: pause before a damaged asset": [f"{asset_index.MAX_PAUSE_S:g} s; {asset_index.RECHECK_S:g} s"],
+    "store: pause between checks": [f"{asset_index.MAX_PAUSE_S:g} s; {asset_index.RECHECK_S:g} s"],
     "object store: tries of a request": [f"{cloud._TRIES}, {cloud.WAIT_S} s"],
     "object store: groups of relays and clients": [
         f"{size(group_cache._MAX_GROUP_BYTES)} each; read {group_cache._READ_S:g} s",

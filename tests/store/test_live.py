@@ -158,7 +158,7 @@ def test_a_pipe_in_place_of_the_live_catalog_is_not_opened(tmp_path):
         place = live_folders(tmp_path)[0] / LIVE_NAME
         place.unlink()
         os.mkfifo(place)
-        with open(place, "r+b", buffering=0) as pipe:  # with a writer, so that opening it would not wait
+        with place.open("r+b", buffering=0) as pipe:  # with a writer, so that opening it would not wait
             fcntl.flock(pipe, fcntl.LOCK_EX)
             assert not follower.has_writer()
 

@@ -117,7 +117,7 @@ def test_sizes_and_digests_become_known_group_by_group():
     assert (shorter.edge, shorter.catalog.groups) == (2, 2)
 
 
-@pytest.mark.parametrize("half", ["\ud800", "\udc00", "\ud800\ud800"])
+@pytest.mark.parametrize("half", ["\ud800", "a\udc00", "\ud800\ud800"])
 def test_halves_of_surrogate_pairs_are_refused(half):
     """Strings that cannot be encoded would raise wherever they are sent."""
     for message in ({"key": KEY, "end": half}, {"key": KEY, "group": 0, "ready_s": 0, "frames": {half: [1, UNKNOWN]}}):
@@ -125,7 +125,10 @@ def test_halves_of_surrogate_pairs_are_refused(half):
             parse_edge(json.dumps(message).encode())
     with pytest.raises(FormatError):
         LiveCatalog.loads(live().dumps().replace('"test/model"', json.dumps(half)).encode())
-    assert parse_edge(LiveEnd(KEY, f"a path with {half}").dumps()).reason == "a path with " + "?" * len(half)
+    assert (
+        parse_edge(LiveEnd(KEY, f"a path with {half}").dumps()).reason
+        == f"a path with {half.encode(errors='replace').decode()}"
+    )
     assert parse_edge(LiveEnd(KEY, "\U0001f600").dumps()).reason == "\U0001f600"
 
 
