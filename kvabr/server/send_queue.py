@@ -248,7 +248,7 @@ class SendQueue:
             self._order = sorted(self, key=lambda job: job.order)
         for job in self._order:
             try:
-                if not job.ready() or not self._may_send(job):
+                if not self._can_send(job):
                     continue
                 if self._last is not None and self._last is not job:
                     self._last.rest()
@@ -268,3 +268,14 @@ class SendQueue:
                 self.remove(job)
             return size
         return None
+
+    def _can_send(self, job: Sending) -> bool:
+        """Return True if a piece can be sent now; otherwise leave the answer's file closed."""
+        if job.stream is not None and not job.request.publication.dear and not self._may_send(job):
+            return False
+        if not job.ready():
+            return False
+        if self._may_send(job):
+            return True
+        job.rest()
+        return False

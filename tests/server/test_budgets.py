@@ -54,6 +54,31 @@ def test_a_client_that_changes_its_mind_keeps_one_file_open(asset):
     assert open_files(asset.store.folder) == kept.total.memory == 0
 
 
+def test_answers_on_streams_that_the_peer_does_not_allow_yet_have_no_file_open(asset, monkeypatch):
+    allowed, quic, room, opened = set(), Quic(), budgets().enter("10.0.0.1"), []
+
+    def may_send(job):
+        job.stream = job.request.number  # accepts the FETCH
+        return job.stream in allowed
+
+    frame = LevelPublication.frame
+    monkeypatch.setattr(LevelPublication, "frame", lambda level, group: opened.append(group) or frame(level, group))
+    queue, level = SendQueue(quic.send, may_send), LevelPublication(asset, "FP16")
+    for group in range(90):
+        queue.add(sending(group, level, ranges=[GroupRange(group, 0, None)], room=room))
+        queue.of(group)[0].stream = None
+    for _ in range(3):
+        assert queue.feed(1, 64 << 10) == []
+        assert open_files(asset.store.folder) == 0
+    assert opened == list(range(90))  # once each
+    allowed.update(range(90))
+    while len(queue):
+        assert all(error is None for _, error in queue.feed(1, 64 << 10))
+        assert open_files(asset.store.folder) <= 1
+    payload = b"".join(part for _, _, part in objects(quic.streams[44]))
+    assert payload == asset.frame(44, "FP16")
+
+
 async def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
     kept = budgets(memory_per_connection=70, memory_per_address=100, memory=130)
     rooms = [kept.enter(address) for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
