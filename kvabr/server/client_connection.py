@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -411,7 +411,7 @@ class ClientConnection(Endpoint):
     def _fetch(self, request: TrackRequest, message: Fetch) -> None:
         wanted = FetchRange.of(message, request.publication, dense=self._dense)
         accept = partial(self._responder.accept_fetch, request.number, wanted.end, end_of_track=wanted.end_of_track)
-        job = self._job(request, wanted.groups, accept=accept)
+        job = self._job(request, wanted.groups(request.publication), accept=accept)
         if request.publication.dear:
             job.ready()  # begin to fetch the group if there is memory for it
         self._queue.add(job)
@@ -426,7 +426,7 @@ class ClientConnection(Endpoint):
         self._give_up(job)
         self._wake()
 
-    def _job(self, request: TrackRequest, ranges: Sequence[GroupRange], **more: Any) -> Sending:
+    def _job(self, request: TrackRequest, ranges: Iterable[GroupRange], **more: Any) -> Sending:
         assert self._budget is not None  # noqa: S101  # the handshake is done
         return Sending(request, ranges, self._budget, self._wake, **more)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.codes import RequestCode
@@ -36,10 +37,14 @@ class GroupRange:
 
 @dataclass(frozen=True, slots=True)
 class FetchRange:
-    """The answer to a FETCH."""
+    """The answer to a FETCH. Its size does not depend on the number of groups."""
 
-    groups: tuple[GroupRange, ...]
-    """At least one, in sending order."""
+    start: Location
+    last: int
+    """Number of the last group."""
+    end_object: int | None
+    """ID after the last object of the last group; None: to the end of the group."""
+    descending: bool
     end: Location
     """End Location of FETCH_OK: the last location plus one."""
     end_of_track: bool
@@ -67,17 +72,19 @@ class FetchRange:
             raise FetchRangeError(RequestCode.INVALID_RANGE, f"the last object of group {last} is {final}")
         whole = last < end.group or end.object == 0
         stop = final + 1 if whole else min(end.object, final + 1)
-        ranges = [GroupRange(group, 0, None) for group in range(start.group, last + 1)]
-        ranges[0] = replace(ranges[0], first_object=start.object)
-        if not whole:
-            ranges[-1] = replace(ranges[-1], end_object=end.object)
-        ranges = [part for part in ranges if publication.has(part.group)]
-        if not ranges:
+        if not any(map(publication.has, range(start.group, last + 1))):
             raise FetchRangeError(RequestCode.DOES_NOT_EXIST, f"the producer left out group {start.group}")
-        if message.parameters.group_order == DESCENDING:
-            ranges.reverse()
         ended = last == groups - 1 and stop == final + 1 and not growing
-        return cls(tuple(ranges), Location(last, stop), ended)
+        descending = message.parameters.group_order == DESCENDING
+        return cls(start, last, None if whole else end.object, descending, Location(last, stop), ended)
+
+    def groups(self, publication: Publication) -> Iterator[GroupRange]:
+        """Yield the groups that exist, in sending order."""
+        first, last = self.start.group, self.last
+        for group in range(last, first - 1, -1) if self.descending else range(first, last + 1):
+            if publication.has(group):
+                first_object = self.start.object if group == first else 0
+                yield GroupRange(group, first_object, self.end_object if group == last else None)
 
 
 def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:

@@ -7,7 +7,7 @@ queue gives them little data at a time, always of the most urgent answer that is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -57,7 +57,8 @@ class Sending:
     """
 
     request: TrackRequest
-    ranges: Sequence[GroupRange]
+    ranges: Iterable[GroupRange]
+    """Groups to send, in order; read one at a time."""
     budget: ConnectionBudget
     wake: Callable[[], None]
     """Called when `ready` may have become True."""
@@ -83,9 +84,14 @@ class Sending:
         """Next piece for the stream; None at its end. An empty payload means that a group must be opened."""
 
     @property
+    def group(self) -> int:
+        """Group of a subscription; 0 for a FETCH."""
+        return 0 if self.subgroup is None else self.subgroup.group
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """Sort key: priority, request, group."""
-        request, group = self.request, 0 if self.subgroup is None else self.ranges[0].group
+        request, group = self.request, self.group
         return request.priority, request.number, -group if request.descending else group
 
     @property

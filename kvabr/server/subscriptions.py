@@ -146,7 +146,7 @@ class Subscriptions:
         """
         if (subscription := self._growing.get(job.request.number)) is not None:
             if failed:
-                why = f"group {job.ranges[0].group} cannot be read"
+                why = f"group {job.group} cannot be read"
                 subscription.ending = PublishDoneCode.INTERNAL_ERROR, why
             subscription.sending -= 1
             self._advance(subscription)

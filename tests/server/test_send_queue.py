@@ -66,7 +66,7 @@ WHOLE = (GroupRange(0, 0, None),)
 def sending(number, track, *, ranges=WHOLE, priority=128, dense=False, descending=False, room=None, wake=lambda: None):
     request = TrackRequest(number, track, EVERYTHING, "T", priority, descending, dense)
     room = Budgets(ServerLimits()).enter("192.0.2.1") if room is None else room
-    return Sending(request, list(ranges), room, wake, stream=number + 1000)
+    return Sending(request, ranges, room, wake, stream=number + 1000)
 
 
 def objects(data, **options):
@@ -252,14 +252,44 @@ EVERY_GROUP = [(group, 0, None) for group in range(GROUPS)]
 )
 def test_ranges(start, end, groups, stop, ended):
     found = cut(start, end)
-    assert found == FetchRange(tuple(GroupRange(*one) for one in groups), Location(*stop), ended)
+    assert list(found.groups(Long())) == [GroupRange(*one) for one in groups]
+    assert (found.end, found.end_of_track) == (Location(*stop), ended)
 
 
 def test_the_order_of_groups_can_be_descending():
-    assert [part.group for part in cut((0, 0), (2, 0), order=1).groups] == [0, 1, 2]
+    assert [part.group for part in cut((0, 0), (2, 0), order=1).groups(Long())] == [0, 1, 2]
     backwards = cut((0, 7), (2, 9), order=2)
-    assert backwards.groups == (GroupRange(2, 0, 9), GroupRange(1, 0, None), GroupRange(0, 7, None))
+    assert list(backwards.groups(Long())) == [GroupRange(2, 0, 9), GroupRange(1, 0, None), GroupRange(0, 7, None)]
     assert backwards.end == Location(2, 9)
+
+
+class Endless(Long):
+    """A track of a billion groups, every third of which the producer left out."""
+
+    groups = 1_000_000_000
+
+    def __init__(self):
+        super().__init__(1)
+        self.looked_at = []
+
+    def has(self, group):
+        self.looked_at.append(group)
+        return group % 3 > 0
+
+
+def test_a_fetch_looks_only_at_the_groups_that_it_is_about_to_send():
+    quic, track = Quic(), Endless()
+    message = Fetch(0, (b"namespace",), b"track", Location(3, 0), Location(1 << 60, 0), Parameters())
+    box = SendQueue(quic.send)
+    box.add(sending(1, track, ranges=FetchRange.of(message, track, dense=False).groups(track)))
+    for _ in range(3):
+        box.feed(1, 1)
+    assert max(track.looked_at) <= 8
+    while len(quic.streams[1001]) < 1000:
+        box.feed(1000, 1000)
+    sent = [group for group, _, _ in objects(quic.streams[1001])]
+    assert sent == [group for group in range(3, sent[-1] + 1) if group % 3]
+    assert max(track.looked_at) <= sent[-1] + 3
 
 
 @pytest.mark.parametrize(
