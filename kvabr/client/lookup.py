@@ -47,9 +47,6 @@ from kvabr.types.naming import (
 )
 from kvabr.types.units import with_snapshots_of
 
-_SLACK_BYTES = 1 << 20
-_MAX_TIMES_FP16 = 4
-"""Reject groups larger than this multiple of the exact cache plus `_SLACK_BYTES`: they could exhaust memory."""
 _HEAD_BYTES = 256 << 10
 _ENTRY_BYTES = 128
 """Maximum catalog bytes per group and track: size, loss and digest, and the group's chunk digest."""
@@ -352,18 +349,8 @@ def _parse_live(data: bytes) -> Found:
 
 def _checked(catalog: Catalog) -> Catalog:
     require(catalog.digest_kind)
-    most = most_frame_bytes(catalog.spec)
-    for track in catalog.tracks:
-        if max(track.bytes) > most:
-            raise FormatError(
-                f"catalog: a group of {track.name} has {max(track.bytes)} bytes, more than a cache can need ({most})"
-            )
+    catalog.check_frames()
     return catalog
-
-
-def most_frame_bytes(spec: KVSpec) -> int:
-    """Return the largest plausible frame in bytes."""
-    return _MAX_TIMES_FP16 * spec.fp16_bytes(spec.group_tokens) + _SLACK_BYTES
 
 
 def _name(namespace: TrackNamespace) -> str:

@@ -18,7 +18,7 @@ from kvabr.abr.planner import computed_before_a_lookup
 from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import DEFAULT_MAX_TAIL, TailOffer, tail_offers
 from kvabr.abr.tail_costs import tail_costs
-from kvabr.client.lookup import Found, most_frame_bytes, playable
+from kvabr.client.lookup import Found, playable
 from kvabr.client.memory import EngineCosts
 from kvabr.client.options import PlayOptions
 from kvabr.client.runner import Clock, PlayCall, guard_s
@@ -148,7 +148,7 @@ async def prepare(
     offer = choose_tail(call.options.policy, *await call.in_time(choices))
     wanted, growing = offer.catalog, None
     if found.live is not None:
-        growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
+        growing = GrowingCatalog(found.live, wanted)
         wanted = growing.catalog
     for asset in catalog.sources or (catalog,):
         for name, digests in asset.known_digests() if growing is None else growing.known.items():

@@ -30,7 +30,7 @@ from kvabr.types.catalog import (
 )
 from kvabr.types.digests import DIGEST, kind_of
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import MAX_FRAME_BYTES, KVSpec
 from kvabr.types.naming import check_track_name
 from kvabr.types.records import Sha256, check, fields_of, read, to_json
 from kvabr.types.tails import Loss
@@ -39,7 +39,6 @@ from kvabr.types.units import Unit, units_of, with_snapshots_of
 SCHEMA = "kvabr.page/1"
 MAX_PAGE_BYTES = 512 << 10
 _MAX_JSON_BYTES = 4 << 20
-_MAX_FRAME_BYTES = 5 << 30
 _Few = Meta(max_length=PAGE_GROUPS * 4)
 _Number = Annotated[int, Meta(ge=0, le=MAX_GROUPS)]
 
@@ -51,7 +50,7 @@ class PageTrack:
     name: str
     first: _Number
     """Number of the first group within its layer class."""
-    bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME_BYTES)], ...], _Few]
+    bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)], ...], _Few]
     digests: Annotated[tuple[Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")], ...], _Few]
     loss: Annotated[tuple[Loss, ...], _Few]
 

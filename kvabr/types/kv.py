@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +30,10 @@ FP16_MAX = 65504.0
 MAX_MODELS_BYTES = 1 << 20
 _MAX_CLASSES = 16
 MAX_GROUP_TOKENS = 65536
+MAX_FRAME_BYTES = 5 << 30
+"""Maximum size of a group's frame in bytes, for any model."""
+_MAX_TIMES_FP16, _SLACK_BYTES = 4, 1 << 20
+"""A frame has at most this multiple of the exact cache's bytes, plus `_SLACK_BYTES`; more could exhaust memory."""
 DTYPES = ("float16", "bfloat16", "float32")
 QUANTISED = ("float8_e4m3fn", "float8_e5m2")
 """Types that require `LayerClass.scales`."""
@@ -500,6 +505,19 @@ class KVSpec:
         """Return the bytes of ``tokens`` tokens in every layer, and of one state, at 16 bits per element."""
         rows = (min(tokens, 1) * each.rows if each.only.kind == "state" else tokens for each in self.parts)
         return sum(2 * count * each.elements_per_token for count, each in zip(rows, self.parts, strict=True))
+
+    @cached_property
+    def max_frame_bytes(self) -> int:
+        """Maximum size of a group's frame in bytes."""
+        return min(MAX_FRAME_BYTES, _MAX_TIMES_FP16 * self.fp16_bytes(self.group_tokens) + _SLACK_BYTES)
+
+    def check_frames(self, what: str, sizes: Iterable[int]) -> None:
+        """Raise `FormatError` if a frame's size is more than `max_frame_bytes`."""
+        most = self.max_frame_bytes
+        # Not `max(sizes)`: a single call would block other threads for too long.
+        for size in sizes:
+            if size > most:
+                raise FormatError(f"{what}: a group has {size} bytes, more than a cache can need ({most})")
 
     def groups(self, tokens: int) -> int:
         """Return the number of groups in ``tokens`` tokens; the last group may be short."""

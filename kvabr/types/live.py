@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
 from kvabr.types.digests import DIGEST, kind_of, unknown
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import MAX_FRAME_BYTES
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.records import Positive, check, convert, decode, read_schema
 from kvabr.types.tails import losses_with_tail
@@ -33,11 +34,10 @@ _BASE_VALUES = 64
 """Number of values in a live catalog's first line other than times."""
 _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
 """Maximum bytes of news without frames, and additional bytes per frame."""
-_MAX_FRAME = 1 << 40
 _MAX_BEGUN_SHARE = 0.25
 """Maximum fraction of the published groups that a shorter asset may omit because only their base was encoded."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-_Frame = tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
+_Frame = tuple[Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
 _DECODER = json.JSONDecoder()
 
 
@@ -245,10 +245,12 @@ class NewsOrder:
 
         Raises:
             FormatError: the message is from another production; its group is out of range, out of order or complete; a
-                track does not exist or was already named; a new group has no self-contained track; or a digest is of
-                another kind.
+                track does not exist or was already named; a new group has no self-contained track; a frame is too
+                large; or a digest is of another kind.
         """
         self.check_key(news)
+        for name, (size, _) in news.frames.items():
+            self._catalog.spec.check_frames(f"edge message: track {name[:80]}", [size])
         check_kind(news, self._catalog.digest_kind)
         group, groups = news.group, len(self._catalog.chunks)
         if group >= groups:
@@ -284,13 +286,12 @@ class NewsOrder:
 class GrowingCatalog:
     """The catalog of one play of a live asset, updated group by group."""
 
-    def __init__(self, live: LiveCatalog, wanted: Catalog, max_bytes: int = _MAX_FRAME) -> None:
+    def __init__(self, live: LiveCatalog, wanted: Catalog) -> None:
         """Create a catalog in which no group is published.
 
-        ``wanted`` is the played part of the catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`); frames
-        larger than ``max_bytes`` are refused.
+        ``wanted`` is the played part of the catalog: `Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`.
         """
-        self.key, self._max_bytes = live.key, max_bytes
+        self.key = live.key
         self.order = NewsOrder(live)
         self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
         """Expected publication time of each played group of tokens, in seconds after the producer began."""
@@ -343,7 +344,7 @@ class GrowingCatalog:
         """Process news; return the (group, track) pairs added to groups (units) that were already published.
 
         Raises:
-            FormatError: as for `NewsOrder.take`; or a frame is too large, or no played track is self-contained.
+            FormatError: as for `NewsOrder.take`; or no played track is self-contained.
         """
         order, catalog = self.order, self.catalog
         new, units = news.group == order.groups, self._begun.get(news.group, range(0))
@@ -388,8 +389,6 @@ class GrowingCatalog:
             if not self.known[name][number]:
                 self.left_out.add((group, track))
             return False
-        if frame[0] > self._max_bytes:
-            raise FormatError(f"edge message: a group of {name} has {frame[0]} bytes, more than a cache can need")
         self._sizes[track][group], self._digests[track][group] = frame
         self.known[name][number] = frame[1]
         self.left_out.discard((group, track))

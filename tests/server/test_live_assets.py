@@ -93,6 +93,7 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
 
 
 KEY = "0" * 16
+HUGE = final().spec.max_frame_bytes + 1
 WRONG = {
     "another prefill": ([news(0, "1" * 16)], "the message belongs to another prefill of this prompt", 0),
     "out of order": ([news(0), news(2)], "received group 2, expected 1", 1),
@@ -102,6 +103,11 @@ WRONG = {
     "an unknown track": (
         [replace(news(0), frames={**news(0).frames, "more": (1, "0" * 64)})],
         "group 0 has tracks that the live catalog lacks: more",
+        0,
+    ),
+    "a group that no cache needs": (
+        [replace(news(0), frames={"FP16": (HUGE, "0" * 64)})],
+        f"edge message: track FP16: a group has {HUGE} bytes, more than a cache can need ({HUGE - 1})",
         0,
     ),
     "ended too early": ([news(0), LiveEnd(KEY)], "it ended before its last 2 groups", 1),

@@ -158,6 +158,7 @@ def edit(path, before, after):
         (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m" * 4000), "at most 4096"),
         (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m"), "its namespace has 'mtest/model'"),
         (lambda a: edit(a.catalog, BAD[0], "x"), "64 hex digits"),
+        (lambda a: edit(a.catalog, "    42,\n", f"    {1 << 23},\n"), "more than a cache can need"),
         (lambda a: edit(a.catalog, f'"prompt": "{BAD[1]}', f'"prompt": "{"0" * 64}'), "of another prompt"),
         (lambda a: flip(a.profile), "SHA-256 differs"),
         (lambda a: a.profile.unlink(), "no such object"),

@@ -140,7 +140,7 @@ ROWS = {
     ],
     "store: models": [f"{names.MAX_MODELS}"],
     "store: page": [size(pages.MAX_PAGE_BYTES), size(pages._MAX_JSON_BYTES), f"{names.PAGE_GROUPS} groups"],
-    "store: a frame": [size(pages._MAX_FRAME_BYTES), f"{size(names.PACK_BYTES)}, {names.PAGE_GROUPS} groups"],
+    "store: a frame": [size(kv.MAX_FRAME_BYTES), f"{size(names.PACK_BYTES)}, {names.PAGE_GROUPS} groups"],
     "live catalog": [size(live.MAX_LIVE_BYTES), size(live.MAX_EDGE_BYTES)],
     "store: assets per server": [f"{asset_store.MAX_LISTED:,}"],
     "store: pause between checks": [f"{asset_index.MAX_PAUSE_S:g} s; {asset_index.RECHECK_S:g} s"],
@@ -150,7 +150,9 @@ ROWS = {
         f"written {group_cache._WRITE_S:g} s",
         f"left alone for {group_cache._PAUSE_S:g} s",
     ],
-    "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
+    "group, from its catalog or news": [
+        f"{kv._MAX_TIMES_FP16} x FP16 + {size(kv._SLACK_BYTES)}, at most {size(kv.MAX_FRAME_BYTES)}",
+    ],
     "client: unread data": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
     "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],
     "client: base of a group": [

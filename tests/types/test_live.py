@@ -170,11 +170,13 @@ def test_news_that_do_not_fit_are_refused(before, message):
 
 
 def test_a_frame_that_no_cache_needs_is_refused():
-    made = live()
-    growing = GrowingCatalog(made, made.catalog, max_bytes=999)
-    with pytest.raises(FormatError, match="1000 bytes, more than a cache can need"):
-        growing.publish(news(0, NAMES))
-    assert growing.edge == 0
+    growing = growing_of(4)
+    most = growing.catalog.spec.max_frame_bytes
+    with pytest.raises(FormatError, match=f"{most + 1} bytes, more than a cache can need"):
+        growing.publish(news(0, NAMES, size=most + 1))
+    assert (growing.edge, growing.order.groups) == (0, 0)
+    growing.publish(news(0, NAMES, size=most))
+    assert growing.edge == 1
 
 
 def test_what_is_encoded_later_is_added():
