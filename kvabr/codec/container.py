@@ -18,8 +18,9 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from kvabr.codec.base import payload_layout
 from kvabr.types import digests
@@ -175,7 +176,35 @@ class ObjectSpan:
     end: int
 
 
-def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> tuple[ObjectSpan, ...]:
+@dataclass(frozen=True, slots=True)
+class ObjectSpans(Sequence[ObjectSpan]):
+    """The objects of a group. Computed when read, since a group may have tens of thousands."""
+
+    first_id: int
+    id_step: int
+    head: int
+    """Bytes before the first unit; the first object also holds them."""
+    step: int
+    """Bytes of each object after the head; the last may be shorter."""
+    size: int
+
+    def __len__(self) -> int:
+        return max(1, -(-(self.size - self.head) // self.step))
+
+    @overload
+    def __getitem__(self, index: int) -> ObjectSpan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ObjectSpan, ...]: ...
+    def __getitem__(self, index: int | slice) -> ObjectSpan | tuple[ObjectSpan, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self.__getitem__, range(len(self))[index]))
+        place = range(len(self))[index]
+        begin = self.head + place * self.step
+        end = min(self.size, begin + self.step)
+        return ObjectSpan(self.first_id + place * self.id_step, begin if place else 0, end)
+
+
+def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> ObjectSpans:
     """Cut the frame of a group of ``tokens`` tokens from ``first_token`` on into objects of whole tokens.
 
     Spans have ascending IDs and cover the frame without gaps. Each holds as many units as fit in `SLICE_BYTES`, but at
@@ -185,18 +214,10 @@ def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_
     if layout is None or frame_bytes != header_bytes(spec.track_name(track)) + layout.payload_bytes:
         return slices(first_token, frame_bytes)  # not token-separable, or made by an unknown codec
     units = max(1, SLICE_BYTES // layout.unit_bytes)
-    begin = frame_bytes - layout.payload_bytes + layout.head_bytes
-    cuts = [begin + unit * layout.unit_bytes for unit in range(units, layout.units, units)]
-    return tuple(
-        ObjectSpan(first_token + index * units * layout.unit_tokens, start, end)
-        for index, (start, end) in enumerate(zip([0, *cuts], [*cuts, frame_bytes], strict=True))
-    )
+    head = frame_bytes - layout.payload_bytes + layout.head_bytes
+    return ObjectSpans(first_token, units * layout.unit_tokens, head, units * layout.unit_bytes, frame_bytes)
 
 
-def slices(first_id: int, size: int) -> tuple[ObjectSpan, ...]:
+def slices(first_id: int, size: int) -> ObjectSpans:
     """Cut ``size`` bytes into objects of `SLICE_BYTES`, numbered from ``first_id``; at least one, even if empty."""
-    count = max(1, -(-size // SLICE_BYTES))
-    return tuple(
-        ObjectSpan(first_id + index, index * SLICE_BYTES, min(size, (index + 1) * SLICE_BYTES))
-        for index in range(count)
-    )
+    return ObjectSpans(first_id, 1, 0, SLICE_BYTES, size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvabr.codec.container import ObjectSpan
@@ -87,6 +87,6 @@ class FetchRange:
                 yield GroupRange(group, first_object, self.end_object if group == last else None)
 
 
-def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
+def last_object(objects: Sequence[ObjectSpan], *, dense: bool) -> int:
     """Return the ID of a group's last object; ``dense``: IDs are 0, 1, 2."""
     return len(objects) - 1 if dense else objects[-1].object_id

@@ -87,7 +87,7 @@ class GrowingBytes(GrowingPublication):
         self.grow(self.groups + 1)
         self._published.append(group)
 
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+    def objects(self, group: int) -> Sequence[ObjectSpan]:
         return self.open(group).objects
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> PublishedGroup:
@@ -132,7 +132,7 @@ class LiveLevel(GrowingPublication):
     def has(self, group: int) -> bool:
         return bool(self.frame(group).digest)
 
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+    def objects(self, group: int) -> Sequence[ObjectSpan]:
         unit, size, digest = self.frame(group)
         if not digest:
             return (ObjectSpan(unit.first, 0, 0),)

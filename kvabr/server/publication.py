@@ -22,7 +22,7 @@ from kvabr.types.units import unit_of
 class ArrivingGroup(ABC):
     """A group that may still be arriving. Its reader must `close` it."""
 
-    objects: tuple[ObjectSpan, ...]
+    objects: Sequence[ObjectSpan]
     """Objects by ascending ID, which cover the group without gaps."""
     digest: str
     """Digest of the whole group (`kvabr.types.digests`), for receivers without a catalog."""
@@ -55,7 +55,7 @@ class ArrivingGroup(ABC):
 class PublishedGroup(ArrivingGroup):
     """A group in memory."""
 
-    def __init__(self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: str) -> None:
+    def __init__(self, data: memoryview, objects: Sequence[ObjectSpan], digest: str) -> None:
         self.data, self.objects, self.digest, self.size = data, objects, digest, len(data)
 
     def read(self, begin: int, end: int) -> memoryview:
@@ -65,7 +65,7 @@ class PublishedGroup(ArrivingGroup):
 class OpenedGroup(ArrivingGroup):
     """A group of an asset in a folder; a short one is read into memory."""
 
-    def __init__(self, frame: FrameReader, objects: tuple[ObjectSpan, ...], digest: str) -> None:
+    def __init__(self, frame: FrameReader, objects: Sequence[ObjectSpan], digest: str) -> None:
         self._frame, self.objects, self.digest, self.size = frame, objects, digest, frame.size
 
     def read(self, begin: int, end: int) -> memoryview:
@@ -123,7 +123,7 @@ class Publication(ABC):
     """True if opening a group may be slow, and load it into memory."""
 
     @abstractmethod
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+    def objects(self, group: int) -> Sequence[ObjectSpan]:
         """Return a group's objects, without opening it."""
 
     def has(self, group: int) -> bool:
@@ -162,7 +162,7 @@ class CatalogLevel(Publication):
         """Return the size of a group in bytes."""
         return self._sizes[group]
 
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+    def objects(self, group: int) -> Sequence[ObjectSpan]:
         size, unit = self.size(group), unit_of(self._spec, self._part, group, self._tokens)
         return object_spans(self._spec.parts[self._part], self._level, unit.first, unit.tokens, size)
 
@@ -210,7 +210,7 @@ class BytesPublication(Publication):
     def __init__(self, data: bytes) -> None:
         self._group = PublishedGroup(memoryview(data), slices(0, len(data)), digest_of(data))
 
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+    def objects(self, group: int) -> Sequence[ObjectSpan]:
         return self.open(group).objects
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> PublishedGroup:

@@ -40,7 +40,7 @@ class TransferReader(ArrivingGroup, TransferListener):
     """One player's view of a group."""
 
     download: Download
-    objects: tuple[ObjectSpan, ...]
+    objects: Sequence[ObjectSpan]
     priority: int
     more: Callable[[], None]
 
@@ -102,7 +102,7 @@ class RelayGroups(Downloads):
         self._deleting = TaskSet()
 
     def open(
-        self, request: GroupRequest, objects: tuple[ObjectSpan, ...], priority: int, on_more: Callable[[], None]
+        self, request: GroupRequest, objects: Sequence[ObjectSpan], priority: int, on_more: Callable[[], None]
     ) -> TransferReader:
         """Join or start the transfer of a group.
 

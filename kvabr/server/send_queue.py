@@ -7,9 +7,11 @@ queue gives them little data at a time, always of the most urgent answer that is
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 
 from kvabr.moqt.objects import FetchWriter, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.wire import KeyValue
@@ -183,10 +185,13 @@ class Sending:
             properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))
             if self.request.rate:
                 properties += ((PROPERTY_RATE, self.request.rate),)
-            for index, span in enumerate(objects):
-                number = index if self.request.dense else span.object_id
-                if number < wanted.first_object or (wanted.end_object is not None and number >= wanted.end_object):
-                    continue
+            first, dense = wanted.first_object, self.request.dense
+            first = first if dense else bisect_left(objects, first, key=attrgetter("object_id"))
+            for index in range(first, len(objects)):
+                span = objects[index]
+                number = index if dense else span.object_id
+                if wanted.end_object is not None and number >= wanted.end_object:
+                    break
                 yield self._header(wanted.group, number, span.end - span.begin, properties if index == 0 else ())
                 yield _Payload(wanted.group, span.begin, span.end)
             self.close()

@@ -14,6 +14,7 @@ from kvabr.codec.container import (
     SLICE_BYTES,
     VERSION,
     FrameHeader,
+    ObjectSpan,
     header_bytes,
     object_spans,
     pack,
@@ -181,6 +182,18 @@ def test_what_is_not_of_our_layout_is_sliced():
     size = header_bytes("FP16") + payload_layout("FP16", shape, 128).payload_bytes
     for track, given_size in (("FP16", size + 1), ("Other", 3 * SLICE_BYTES), ("AC-5x", 100)):
         assert object_spans(shape, track, 128, 128, given_size) == slices(128, given_size)
+
+
+def test_slices_take_no_memory():
+    size = (1 << 60) + 1
+    spans = slices(128, size)
+    assert len(spans) == (1 << 44) + 1
+    whole, rest = spans[-2:]
+    assert whole == ObjectSpan(127 + (1 << 44), size - 1 - SLICE_BYTES, size - 1)
+    assert rest == ObjectSpan(128 + (1 << 44), size - 1, size)
+    assert list(slices(128, 0)) == [ObjectSpan(128, 0, 0)]
+    with pytest.raises(IndexError):
+        spans[len(spans)]
 
 
 def test_they_decode_and_are_as_large_as_real_ones() -> None:
