@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kvabr.server.addresses import site_of
 from kvabr.server.limits import ServerLimits
+from kvabr.types.errors import RequestError
 
 MIN_IN_FLIGHT_BYTES = 256 << 10
 """Bytes that every connection may always have in flight."""
@@ -131,10 +132,13 @@ class ConnectionBudget:
         self._held: dict[Holder, int] = {}
 
     def take(self, holder: Holder, memory: int) -> bool:
-        """Record an answer's memory, closing other groups if necessary. A group larger than a budget fits if alone.
+        """Record an answer's memory, closing other groups if necessary.
 
-        If it does not fit, return False, and call ``holder.on_more`` later.
+        If it does not fit, return False, and call ``holder.on_more`` later. A group larger than the budget of its
+        connection or address fits if alone; raise `RequestError` if it is larger than that of the server.
         """
+        if memory > (most := self.accounts[-1].max_memory):
+            raise RequestError(f"a group of {memory} bytes does not fit into the server's memory limit of {most} bytes")
         since_s = self._budgets.clock() - OPEN_S
         for account in self.accounts:
             while account.open and account.memory + memory > account.max_memory:

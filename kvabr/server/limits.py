@@ -36,7 +36,7 @@ class ServerLimits:
     memory_per_address: int = 128 << 20
     """The same for one address."""
     memory: int = 256 << 20
-    """The same for all connections together."""
+    """The same for all connections together. Larger groups are refused."""
     in_flight_per_connection: int = 16 << 20
     """Maximum bytes in flight on one connection: sent but not acknowledged."""
     in_flight_per_address: int = 128 << 20

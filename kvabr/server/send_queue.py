@@ -104,8 +104,8 @@ class Sending:
     def ready(self) -> bool:
         """Return True if there is a piece to send now; otherwise start to fetch the group.
 
-        Raises `AssetError` if the group's file is missing or damaged, `TransportError` if it cannot be fetched or is
-        wrong.
+        Raises `AssetError` if the group's file is missing or damaged, `TransportError` if it cannot be fetched, is
+        wrong, or is too large for the server's memory.
         """
         while not self._waits and isinstance(item := self._next, _Payload):
             if not self._open(item.group) or self._opened.available < min(item.begin + 1, self._opened.size):

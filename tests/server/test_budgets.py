@@ -11,7 +11,7 @@ from kvabr.server.fetch_range import GroupRange
 from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import LevelPublication
 from kvabr.server.send_queue import SendQueue
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import RequestError, UsageError
 from tests.assets import make_asset, open_files
 from tests.server.test_send_queue import Coming, Quic, objects, sending
 
@@ -100,6 +100,19 @@ async def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_a
                 await asyncio.sleep(0)  # until it is told that there is room
         assert len(b"".join(part for _, _, part in objects(pieces))) == 30
     assert kept.total.memory == len(kept.total.open) == 0
+
+
+async def test_only_a_group_that_the_server_has_no_memory_for_is_refused():
+    kept = budgets(memory_per_connection=10, memory_per_address=20, memory=29)
+    answer = sending(0, Coming(), room=kept.enter("10.0.0.1"))
+    with pytest.raises(RequestError, match="a group of 30 bytes does not fit into the server's memory limit of 29 bytes"):
+        answer.ready()
+    assert kept.total.memory == len(answer.request.publication.loaded) == 0
+    kept = budgets(memory_per_connection=10, memory_per_address=20, memory=30)
+    answer = sending(0, Coming(), room=kept.enter("10.0.0.1"))
+    assert not answer.ready()
+    assert len(answer.request.publication.loaded) == 1
+    answer.close()
 
 
 async def test_what_must_be_loaded_waits_for_room_in_order():
