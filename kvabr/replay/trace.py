@@ -11,6 +11,8 @@ from kvabr.types.errors import TraceError
 
 MAX_SEGMENTS = 4_000_000
 """Maximum number of segments: more than an hour of milliseconds."""
+MIN_DURATION_S = 1e-3
+"""Minimum duration: a simulated play repeats a shorter trace too often."""
 BYTES_PER_MBIT = 125_000.0
 """Bytes per Mbit. Rates are bytes per second inside kvabr, and Mbit/s in files and output."""
 
@@ -29,7 +31,7 @@ class Trace:
     """The capacity of a link over time.
 
     Raises:
-        TraceError: the trace is empty, unsorted, negative, not finite, or zero throughout.
+        TraceError: the trace is empty, unsorted, negative, not finite, zero throughout, or shorter than a millisecond.
     """
 
     name: str
@@ -92,6 +94,11 @@ def _check_whole(trace: Trace) -> None:
     if not (math.isfinite(trace.duration_s) and trace.duration_s > times[-1]):
         when = f"starts at {times[-1]:g} s, but the trace ends at {trace.duration_s:g} s"
         raise SegmentError(name, len(times) - 1, f"{when}; the trace must end later")
+    if trace.duration_s < MIN_DURATION_S:
+        raise TraceError(
+            f"trace {name}: it lasts {trace.duration_s:.4g} s, but must last at least {MIN_DURATION_S:g} s; correct the "
+            "unit of its times, for CSV with `kvabr traces import --time-unit UNIT`"
+        )
     if not any(rates):
         raise TraceError(f"trace {name}: the rate is zero throughout, so nothing would ever arrive; use another trace")
     if trace.rtt_s is not None and not (math.isfinite(trace.rtt_s) and trace.rtt_s >= 0):

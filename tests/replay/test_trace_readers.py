@@ -178,7 +178,7 @@ traces = st.builds(
     lambda steps, rates, rtt: Trace(
         "lte/walk-1", "lte", tuple(map(float, steps[:-1])), (*rates[: len(steps) - 2], 1.0), float(steps[-1]), rtt
     ),
-    st.lists(st.floats(1e-6, 1e7), min_size=1, max_size=20, unique=True).map(lambda times: [0.0, *sorted(times)]),
+    st.lists(st.floats(1e-3, 1e7), min_size=1, max_size=20, unique=True).map(lambda times: [0.0, *sorted(times)]),
     st.lists(st.floats(0, 1e12), min_size=20, max_size=20),
     st.none() | st.floats(0, 10),
 )
@@ -247,6 +247,15 @@ def test_what_is_no_trace_is_refused(put, format_name):
     for text in REFUSED[format_name]:
         with pytest.raises(TraceError):
             read(put(text), format_name=format_name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["time_s,mbps\n0,1\n1e-7,2\n2e-7,1\n", "time_us,mbps\n0,1\n1,2\n2,1\n", HEAD + ROWS.replace("1,end", "1e-9,end")],
+)
+def test_a_trace_that_would_be_repeated_without_end_names_its_length_and_the_unit(put, text):
+    with pytest.raises(TraceError, match="at least 0.001 s; correct the unit of its times"):
+        read(put(text))
 
 
 @pytest.mark.parametrize("text", ["time,mbps\n0,1\n1,fast\n", HEAD + ROWS.replace("0,8", "0,x"), "0 1\n0 0 x\n1 y\n"])
