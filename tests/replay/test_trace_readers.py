@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvabr.replay import readers
 from kvabr.replay.readers import Columns, find, native, read, sniff
 from kvabr.replay.trace import Trace
-from kvabr.types.errors import TraceError
+from kvabr.types.errors import TraceError, TraceQuestionError
 from kvabr_lab.cli.traces import dumps
 
 MBIT = 125_000.0
@@ -262,6 +262,13 @@ def test_a_trace_that_would_be_repeated_without_end_names_its_length_and_the_uni
 def test_a_bad_line_is_named(put, text):
     with pytest.raises(TraceError, match=r"line [23]"):
         read(put(text), format_name=None if "," in text else "pensieve")
+
+
+@pytest.mark.parametrize("missing", ["nan", "-", ""])
+def test_a_column_without_numbers_is_named(put, missing):
+    with pytest.raises(TraceError, match="column 'mbps' has no number in any row") as caught:
+        read(put(f"time_s,mbps\n0,{missing}\n1,{missing}\n"))
+    assert not isinstance(caught.value, TraceQuestionError)
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,8 @@ def _numbers(table: _Table, column: int, mark: Mark) -> list[float | None]:
             table.source.number(cells[index], table.header[column], table.places[index])
         elif value is not None and math.isnan(value):
             values[index] = None
+    if values.count(None) == len(values):
+        raise table.source.error(f"column {table.header[column]!r} has no number in any row; record the trace again")
     return values
 
 
