@@ -96,8 +96,8 @@ def _check_whole(trace: Trace) -> None:
         raise SegmentError(name, len(times) - 1, f"{when}; the trace must end later")
     if trace.duration_s < MIN_DURATION_S:
         raise TraceError(
-            f"trace {name}: it lasts {trace.duration_s:.4g} s, but must last at least {MIN_DURATION_S:g} s; correct the "
-            "unit of its times, for CSV with `kvabr traces import --time-unit UNIT`"
+            f"trace {name}: it lasts {trace.duration_s:.4g} s, but must last at least {MIN_DURATION_S:g} s; correct "
+            "the unit of its times, for CSV with `kvabr traces import --time-unit UNIT`"
         )
     if not any(rates):
         raise TraceError(f"trace {name}: the rate is zero throughout, so nothing would ever arrive; use another trace")

@@ -254,7 +254,7 @@ def test_what_is_no_trace_is_refused(put, format_name):
     ["time_s,mbps\n0,1\n1e-7,2\n2e-7,1\n", "time_us,mbps\n0,1\n1,2\n2,1\n", HEAD + ROWS.replace("1,end", "1e-9,end")],
 )
 def test_a_trace_that_would_be_repeated_without_end_names_its_length_and_the_unit(put, text):
-    with pytest.raises(TraceError, match="at least 0.001 s; correct the unit of its times"):
+    with pytest.raises(TraceError, match=r"at least 0\.001 s; correct the unit of its times"):
         read(put(text))
 
 
