@@ -58,6 +58,11 @@ def test_replay_prints_a_table_and_a_verdict_and_writes_every_file(capsys, asset
     assert json.loads(files["perfetto"].read_text())["traceEvents"]
 
 
+def test_a_prefill_rate_out_of_range_names_the_option(capsys):
+    status, _, err = run(capsys, "replay", TRACES / "flat.csv", "--prefill-rate", "1e-300")
+    assert (status, err) == (2, "kvabr: --prefill-rate 1e-300: must be at least 1e-100 and finite\n")
+
+
 def test_a_trace_that_is_shorter_than_the_play_wraps_and_says_so(capsys, asset, tmp_path):
     short = tmp_path / "short.csv"
     short.write_text("time_s,rate_mbps\n0,4\n0.5,2\n1.0,4\n")

@@ -18,7 +18,7 @@ from kvabr.cli.options import Deadline, load
 from kvabr.player.play_choices import PlayChoices
 from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MIN_RATE, PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.fields import Heading, OptionGroup, Shown
 from kvabr.types.words import counted
@@ -107,7 +107,9 @@ class ReplayCommand:
     the_engine: ClassVar = Heading(
         "the engine", "Recompute costs are the publisher's measurements; without --asset there is no recompute."
     )
-    prefill_rate: Annotated[float | None, Shown("--prefill-rate TOK/S", alone="engine")] = None
+    prefill_rate: Annotated[float | None, Ge(MIN_RATE), Lt(math.inf), Shown("--prefill-rate TOK/S", alone="engine")] = (
+        None
+    )
     """Recompute rate (default: the asset's own)."""
     engine: Annotated[str | None, Shown("--engine NAME", alone="engine")] = None
     """Use the times of a measured engine: h200-8b, h200-70b or cpu-smollm2."""

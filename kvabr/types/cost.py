@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 MISS_PENALTY = 0.5
 """Cost of a missed deadline, in addition to the cost of lateness, nats per generated token."""
 MIN_CALL = 5.0
-_Constant = Annotated[float, Meta(ge=0, le=1e100)]
+_MAX_CONSTANT = 1e100
+_Constant = Annotated[float, Meta(ge=0, le=_MAX_CONSTANT)]
+MIN_RATE = 1 / _MAX_CONSTANT
+"""Minimum prefill rate, tokens per second."""
 _MAX_TIMING_ERROR = 0.1
 """Relative error above which a timing gets less weight."""
 _FLOOR_PRICE = 3.0
@@ -140,8 +143,10 @@ class PrefillCost:
     @classmethod
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
         """Return a linear cost, for an engine with a known prefill rate only."""
-        if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
-            raise UsageError(f"prefill rate must be a positive number of tokens per second, got {tokens_per_second}")
+        if not MIN_RATE <= tokens_per_second < math.inf:
+            raise UsageError(
+                f"prefill rate must be at least {MIN_RATE:g} tokens per second and finite, got {tokens_per_second}"
+            )
         return cls(0.0, 1.0 / tokens_per_second)
 
     @classmethod

@@ -34,8 +34,8 @@ def test_impossible_costs_and_timings_are_refused():
     for wrong in ((-1, 1, 1.0), (0, 0, 1.0), (0, 1, 0.0), (0, 1, float("inf")), (0, 1, -1.0), (0, 1, float("nan"))):
         with pytest.raises(UsageError, match="timing"):
             PrefillCost.fit([wrong], PrefillCost(0.1, 0.2))
-    for rate in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(UsageError):
+    for rate in (0, -1, 1e-300, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="prefill rate must be at least 1e-100"):
             PrefillCost.from_rate(rate)
     assert PrefillCost(**PrefillCost(0.1, 0.2, 0.3).to_json()) == PrefillCost(0.1, 0.2, 0.3)
 
