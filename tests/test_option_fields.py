@@ -46,6 +46,8 @@ class Outer:
     """An edge."""
     json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write the result."""
+    log: Annotated[Path | None, Shown("--log F", written=True)] = None
+    """Write the events."""
     inner: Annotated[Inner, OptionGroup("the inner part", prefix="up-", defaults=(("rate", 2.0),))]
 
 
@@ -94,12 +96,17 @@ def test_help_has_the_docstrings():
         (("x", "--pair", "1", "-2"), "--pair"),
         (("x", "--edge", "4"), "--live"),
         (("x", "--json", "no/such/folder.json"), "folder.json"),
+        (("x", "--json", "out", "--log", "./out"), "--log out: --json writes the same file"),
     ],
 )
 def test_wrong_values_name_their_option(words, named):
     with pytest.raises(UsageError) as caught:
         parsed(*words)
     assert named in str(caught.value)
+
+
+def test_two_outputs_may_share_a_device():
+    assert parsed("x", "--json", "/dev/null", "--log", "/dev/null")[0].log == Path("/dev/null")
 
 
 def test_a_missing_argument_is_wrong_usage(capsys):

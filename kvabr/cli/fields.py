@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -61,8 +62,8 @@ def read_fields(args: argparse.Namespace, kind: type[T], group: OptionGroup = _W
     """Return the dataclass with the values of the declared options.
 
     Raises:
-        UsageError: a value is out of bounds or requires another option, or a file cannot be written; the message names
-            the options.
+        UsageError: a value is out of bounds or requires another option, or a file cannot be written, or is given for
+            two options; the message names the options.
     """
     fields: dict[str, OptionField] = option_fields(kind)
     given: dict[str, Any] = {}
@@ -78,10 +79,15 @@ def read_fields(args: argparse.Namespace, kind: type[T], group: OptionGroup = _W
         check_fields(made)
     except OptionError as error:
         raise UsageError(f"{_title(fields[error.name], group.prefix)} {error.value}: {error.why}") from None
+    written: dict[str, str] = {}
     for name, value in given.items():
         shown = fields[name].shown
-        if shown is not None and shown.written:
+        if shown is not None and shown.written and value is not None:
             check_writable(value)
+            title = _title(fields[name], group.prefix)
+            other = written.setdefault(os.path.realpath(value), title)
+            if other != title and (value.is_file() or not value.exists()):
+                raise UsageError(f"{title} {value}: {other} writes the same file; give another path")
         if shown is not None and shown.needs and value != fields[name].default and not given[shown.needs]:
             title, needed = (_title(fields[each], group.prefix) for each in (name, shown.needs))
             raise UsageError(f"{title} needs {needed}: give both, or neither")
