@@ -37,7 +37,7 @@ _HOW = (
     "parts), or give the prompt: --text FILE --model smollm2"
 )
 _NOT_STORED_STATUS = 3
-"""Exit status of a complete play if groups or a profile could not be stored on disk."""
+"""Exit status of a complete play if groups or a profile could not be stored."""
 _METRIC = "kvabr_client_failed_writes_total"
 
 
@@ -59,7 +59,8 @@ class FetchCommand:
     missing, the command lists them, writes the tokens before them to --out, and exits with status 1. --patience 3 waits
     for three deadlines.
 
-    The exit status is 0 if a complete cache was played, and 1 if groups are missing or the prompt is not cached.
+    The exit status is 0 if a complete cache was played, 1 if groups are missing or the prompt is not cached, and 3 if a
+    complete cache was played, but its groups could not be stored in --disk, or its codec profile in --cache.
     """
 
     url: Annotated[str, Shown("URL")]

@@ -126,6 +126,13 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
     assert [group["track"] for group in line["groups"]] == ["Int4"] * 3
 
 
+def test_the_help_names_every_exit_status(capsys):
+    with pytest.raises(SystemExit):
+        kvabr("fetch", "--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 if a complete cache was played, but its groups could not be stored in --disk" in said
+
+
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
