@@ -135,7 +135,7 @@ def run(args: FetchCommand) -> int:
     if "incomplete" in result:
         written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
         cores = ", or more cores" if "to be decoded" in result["incomplete"] else ""
-        more = f"; allow more time: --deadline, --patience{cores}"
+        more = f"; allow more time: --deadline, --patience{cores}" if result["late"] else ""
         raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten) + more)
     if not result["tokens"]:
         why = f"no snapshot of {result['limited_by']} within this prompt is cached at the origin"
@@ -293,17 +293,19 @@ async def _fetch(
         with Overlay(title, console, lambda: _trouble(client, args)) as overlay:
             options = replace(options, watch=overlay.show)
             played: Played | NothingCached
+            began_s = time.monotonic()
             try:
                 if namespace is not None:
                     played = await client.play_asset(namespace, deadline=args.deadline, tokens=tokens, options=options)
                 else:
                     played = await client.play(tokens, deadline=args.deadline, options=options)
             except IncompleteError as error:
+                late = time.monotonic() - began_s >= args.deadline
                 _print_missing_sources(client, args, console)
                 if args.out is not None and error.prefix is not None:
                     save(error.prefix, args.out)
                 result = _result(args, origin, error.prefix, connect_s)
-                return result | {"incomplete": str(error), "missing": list(error.missing)}
+                return result | {"incomplete": str(error), "missing": list(error.missing), "late": late}
         _print_missing_sources(client, args, console)
         result = _result(args, origin, played, connect_s)
         if isinstance(played, NothingCached):

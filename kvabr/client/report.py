@@ -87,8 +87,9 @@ def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> 
         prefix = _played(ended, begin, parts, coverage, call.clock.now(), loss)
         prefix = replace(prefix, tail=rest + prepared.tail)
     tokens = 0 if prefix is None else prefix.tokens
-    names = map(str if catalog.every_token else catalog.title, missing)
-    message += f"; missing groups: {listed(names)}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
+    if missing:
+        names = map(str if catalog.every_token else catalog.title, missing)
+        message += f"; missing groups: {listed(names)}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
     return IncompleteError(call.with_trouble(message), reason, missing, record, prefix)
 
 

@@ -18,8 +18,10 @@ from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
 from kvabr.client import memory
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.result import IncompleteError
 from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.data import default_catalog
+from kvabr.player.session_types import PlayRecord
 from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
@@ -115,6 +117,7 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
     said = " ".join(capsys.readouterr().err.split())
     assert "group 3 failed on every track" in said
     assert "missing groups: " in said
+    assert "allow more time" not in said
     assert f"{out} has the first 48 tokens" in said
     with safe_open(out, "pt") as file:
         assert close(file.get_tensor("kv"), TOKENS[:48])
@@ -124,6 +127,22 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
     assert line["tokens"] == 48
     assert not line["met"]
     assert [group["track"] for group in line["groups"]] == ["Int4"] * 3
+
+
+def test_the_advice_is_that_of_the_reason(served, short, capsys, monkeypatch):
+    words = ("fetch", served.url, *network(served), "--name", name(short), "--policy", "fixed:Int4")
+    assert kvabr(*words, "--deadline", 300, "--max-loss", 0) == 1
+    said = capsys.readouterr().err
+    assert "more than max_loss" in said
+    assert "missing groups" not in said
+    assert "allow more time" not in said
+
+    async def late(*_, **__):
+        raise IncompleteError("5 groups are missing", "", (0,), PlayRecord([]), None)
+
+    monkeypatch.setattr(AsyncClient, "play_asset", late)
+    assert kvabr(*words, "--deadline", 1e-9) == 1
+    assert "5 groups are missing; allow more time: --deadline" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_help_names_every_exit_status(capsys):
