@@ -138,9 +138,13 @@ def check_makeable(folder: Path) -> None:
         place = next(each for each in (whole, *whole.parents) if each.exists())
     except OSError as error:
         raise AssetError(f"{folder}: cannot be created ({error.strerror})") from error
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    probe = place / f".{secrets.token_hex(8)}{PARTIAL}"
+    try:  # root has every permission, but cannot create folders in /proc
+        probe.mkdir(PRIVATE_FOLDER)
+        probe.rmdir()
+    except OSError as error:
         why = "" if place == whole else f"cannot be created: {place} "
-        raise AssetError(f"{folder}: {why}cannot be written")
+        raise AssetError(f"{folder}: {why}cannot be written ({error.strerror})") from error
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:

@@ -84,6 +84,8 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--prior", tmp_path / "no"), 2, "no such asset"),
         ((*base, "--tokens", 9, "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", "/proc/sys/o"), 1, "/proc/sys cannot be written"),
+        ((*base, "--tokens", 9, "--out", "/proc/o"), 1, "/proc cannot be written (No such file or directory)"),
+        ((*base, "--tokens", 9, "--out", text), 1, f"{text}: cannot be written (Not a directory)"),
         ((*prefill, text / "o"), 1, f"{text} cannot be written"),
         ((*prefill, tmp_path / "o", "--edge", "Int4"), 2, "needs --live"),
         ((*prefill, tmp_path / "o", "--live", "--edge", "AC-L1"), 2, "refines AC-L0"),
