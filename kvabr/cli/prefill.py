@@ -107,7 +107,9 @@ def run(args: PrefillCommand) -> int:
     engine, ids = loaded.engine, _prompt(loaded, text, args.tokens)
     spec, profile = engine.spec, find_profile(engine.spec, args.profile)
     name = chain(ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)[-1]
-    if open_store(args.out).has(name):
+    store = open_store(args.out)
+    if store.has(name):
+        store.open(name).check_parts()
         plain(f"this cache is already published: {args.out / name}")
         return 0
     publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest)

@@ -72,7 +72,7 @@ class VerifyCommand:
     deep: Annotated[bool, Shown()] = False
     """Also read all frames and compare their digests."""
     repair: Annotated[bool, Shown()] = False
-    """Remove damaged assets and objects."""
+    """Remove damaged assets and objects, and write missing pages and models again."""
     json: Json = None
 
 

@@ -84,17 +84,18 @@ def rm(args: RemoveCommand) -> int:
 
 def verify(args: VerifyCommand) -> int:
     """Check the objects of a store, and repair it if requested."""
-    tree = StoreTree(args.store)
+    tree, done = StoreTree(args.store), {admin.REPAIR: "removed", admin.REWRITE: "written again"}
     with StageBar(_STAGES) as bar:
         bad = admin.find_damage(tree, deep=args.deep, progress=bar)
         if args.deep:
-            bad += _differing(tree, {each.name for each in bad}, bar)
+            bad += _differing(tree, {each.name for each in bad if each.advice != admin.REWRITE}, bar)
         if args.repair:
             going = {each.name for each in bad if each.advice == admin.REPAIR}
             admin.remove(tree, going, progress=bar)
-            bad = [replace(each, repaired=each.name in going) for each in bad]
+            admin.rewrite(tree, [each.name for each in bad if each.advice == admin.REWRITE])
+            bad = [replace(each, repaired=each.advice in done) for each in bad]
     for each in bad:
-        plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
+        plain(f"{each.name}: {each.what}; {done[each.advice] if each.repaired else each.advice}")
     left = [each for each in bad if not each.repaired]
     damages = [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad]
     write_result(args.json, "store verify", {"store": tree.location, "deep": args.deep, "damages": damages})
@@ -102,7 +103,8 @@ def verify(args: VerifyCommand) -> int:
         raise AssetError(f"{tree.location}: {len(left)} damaged objects or assets")
     whole = "no object is damaged" if args.deep else "no object is missing; --deep also reads the bytes of frames"
     rest = "the rest is undamaged" if args.deep else "no other object is missing"
-    plain(whole if not bad else f"{len(bad)} removed, {rest}")
+    count = Counter(done[each.advice] for each in bad)
+    plain(", ".join((*(f"{each} {how}" for how, each in count.items()), rest)) if bad else whole)
     return 0
 
 

@@ -6,17 +6,27 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvabr.store.asset import Asset, is_damage, object_sizes
+from kvabr.store.asset import Asset, as_asset_errors, is_damage, object_sizes
 from kvabr.store.asset_store import AssetStore
+from kvabr.store.asset_writer import put_model
 from kvabr.store.names import CATALOGS, GROUPS
 from kvabr.store.pages import page_kind
-from kvabr.store.removing import Progress, objects_of, read_catalogs, remove_assets, silent
+from kvabr.store.removing import (
+    Progress,
+    bad_pages,
+    objects_of,
+    put_pages,
+    read_catalogs,
+    remove_assets,
+    silent,
+)
 from kvabr.store.store import StoredObject, listing
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, KvabrError, MissingAssetError, NotFoundError, UsageError, VersionError
 
 REPAIR = "remove it with --repair, and publish it again"
+REWRITE = "write it again with --repair"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +143,35 @@ def find_damage(tree: StoreTree, *, deep: bool = False, progress: Progress = sil
             asset = store.open(name.rpartition("/")[2])
             if store not in sizes:
                 sizes[store] = object_sizes(store.store)
-            asset.check_parts(sizes[store])
+            asset.check_objects(sizes[store])
+            lost = asset.lost_lookups(sizes[store])
             if deep:
                 asset.check_frames()
+                with as_asset_errors():
+                    pages = store.store.blocked(bad_pages(store.store, asset.catalog, sizes[store].keys()))
+                lost += sorted(pages.keys() - set(lost))
+            if lost:
+                what = "damaged" if sizes[store].get(lost[0]) else "missing"
+                more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+                bad.append(Damage(name, f"{store.store.where(lost[0])} is {what}{more}", REWRITE))
         except MissingAssetError:
             pass  # removed in the meantime
         except KvabrError as error:
             bad.append(Damage(name, str(error), _advice(error)))
         progress("checking", number, len(assets))
     return bad
+
+
+def rewrite(tree: StoreTree, names: Collection[str]) -> None:
+    """Write the missing and damaged objects by which players find assets; raise `AssetError` if this fails."""
+    for name, store in names_in(tree).items():
+        if name not in names:
+            continue
+        with suppress(MissingAssetError), as_asset_errors():
+            catalog, objects = store.open(name.rpartition("/")[2]).catalog, store.store
+            put_model(objects, catalog.spec)
+            frames = object_sizes(objects, (GROUPS,)).keys()
+            objects.blocked(put_pages(objects, objects.blocked(bad_pages(objects, catalog, frames))))
 
 
 def _advice(error: KvabrError) -> str:

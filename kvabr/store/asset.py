@@ -17,7 +17,16 @@ from typing import NamedTuple, Protocol
 
 from kvabr.store.buffers import GROUPS as POOL
 from kvabr.store.local import LocalStore
-from kvabr.store.names import GROUPS, FramePlace, catalog_name, profile_name, prompt_name
+from kvabr.store.names import (
+    GROUPS,
+    MODELS,
+    PAGES,
+    FramePlace,
+    catalog_name,
+    lookup_names,
+    profile_name,
+    prompt_name,
+)
 from kvabr.store.pages import placed
 from kvabr.store.prompt import MAX_PROMPT_BYTES, Prompt
 from kvabr.store.removing import objects_of
@@ -163,19 +172,29 @@ class Asset:
         """Size in bytes of each object with frames."""
         return objects_of(self.catalog)
 
-    def check_parts(self, sizes: Mapping[str, int] | None = None) -> None:
-        """Check the sizes of all objects and the profile's digest; players check the frames.
+    def check_parts(self) -> None:
+        """Check that all objects are in the store, as `check_objects` and `lost_lookups`; raise `AssetError`."""
+        sizes = object_sizes(self.store)
+        self.check_objects(sizes)
+        for name in self.lost_lookups(sizes):
+            where = self.store.where(name)
+            raise AssetError(f"{self.location}: {where} is missing; `kvabr store verify --repair` writes it again")
 
-        ``sizes`` are the known sizes of all objects with frames (None: request them). Raise `AssetError` for frames,
-        `FormatError` for the profile.
+    def check_objects(self, sizes: Mapping[str, int]) -> None:
+        """Check the sizes of all objects with frames, and the profile's digest; players check the frames.
+
+        ``sizes`` are those of all objects in the store. Raise `AssetError` for frames, `FormatError` for the profile.
         """
-        if sizes is None:
-            sizes = object_sizes(self.store)
         for name, size in self.objects.items():
             if (found := sizes.get(name)) != size:
                 what = "is missing" if found is None else f"has {found} bytes, expected {size}"
                 raise AssetError(f"{self.location}: {self.store.where(name)} {what}; {_ADVICE}")
         self.profile_bytes()
+
+    def lost_lookups(self, sizes: Mapping[str, int]) -> list[str]:
+        """Return the names of missing objects by which players find the asset; ``sizes`` as for `check_objects`."""
+        names = lookup_names(self.catalog.spec, self.catalog.chunks) if self.catalog.passage is None else []
+        return [name for name in names if not sizes.get(name)]
 
     def check_frames(self) -> None:
         """Check the digests of all frames; errors as for `frame`."""
@@ -306,10 +325,11 @@ def read_profile(store: Store, catalog: Catalog) -> bytes:
     return data
 
 
-def object_sizes(store: Store) -> dict[str, int]:
-    """Return the size in bytes of each object with frames; raise `AssetError` if listing fails."""
+def object_sizes(store: Store, prefixes: Sequence[str] = (GROUPS, MODELS, PAGES)) -> dict[str, int]:
+    """Return the size in bytes of each object with frames, model or page; raise `AssetError` if listing fails."""
     with as_asset_errors():
-        return {name: found.size for name, found in store.blocked(listing(store, GROUPS)).items()}
+        found = [store.blocked(listing(store, prefix)) for prefix in prefixes]
+    return {name: each.size for objects in found for name, each in objects.items()}
 
 
 def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:

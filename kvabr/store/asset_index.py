@@ -16,6 +16,7 @@ import structlog
 
 from kvabr.store.asset import Asset, AssetVersion, object_sizes
 from kvabr.store.asset_store import MAX_LISTED, AssetStore
+from kvabr.store.names import GROUPS
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.digests import TITLES, is_digest, kind_of
@@ -191,13 +192,13 @@ class AssetIndex:
                 if known is not None and self._skips(known, version):
                     damaged[name] = known
                     continue
-                sizes = object_sizes(store.store) if sizes is None else sizes
+                sizes = object_sizes(store.store, (GROUPS,)) if sizes is None else sizes
                 start_s = time.monotonic()
                 try:
                     asset = store.open(prompt, name, version)
                     check_names(asset.catalog)
                     _ = asset.prefix_keys
-                    asset.check_parts(sizes)
+                    asset.check_objects(sizes)
                 except (OSError, ValueError, AssetError, FormatError) as error:
                     # Check damaged assets again: a slow copy may write the catalog before the frames.
                     now_s, why = time.monotonic(), str(error)

@@ -171,7 +171,7 @@ class AssetWriter:
             name = prompt_name(prompt)
             self.store.blocked(self.store.delete([name]))
             self.store.blocked(self.store.put_new(name, self._token_ids.dumps().encode()))
-        self._put_model(catalog.spec)
+        put_model(self.store, catalog.spec)
         pages = [self._shared.get(number) or page for number, page in enumerate(pages_of(self._packed(catalog)))]
         self._wait(0)
         if isinstance(self.store, LocalStore) and self._live:
@@ -210,22 +210,6 @@ class AssetWriter:
         alike = found.kind == own.kind and found.chunks == own.chunks and found.position == own.position
         same_packs = [level.packs for level in found.levels] == [level.packs for level in own.levels]
         return found if alike and same_packs and found.tracks[0].first == own.tracks[0].first else own
-
-    def _put_model(self, spec: KVSpec) -> None:
-        text = json.dumps({"models": [spec.to_json()]}).encode()
-        for number in range(MAX_MODELS):
-            name = model_name(number)
-            if self.store.blocked(self.store.put_new(name, text)):
-                return
-            try:
-                known = specs_from_json(bytes(self.store.blocked(self.store.get(name, limit=MAX_MODELS_BYTES))))
-            except (FormatError, NotFoundError):
-                continue
-            if [found.digest() for found in known] == [spec.digest()]:
-                return
-        raise AssetError(
-            f"{self.store.url}: has {MAX_MODELS} models, the maximum of a store; publish into another prefix"
-        )
 
     def _packed(self, catalog: Catalog) -> Catalog:
         spec, entries = catalog.spec, [page for page in self._shared.values() if page is not None]
@@ -315,3 +299,19 @@ class AssetWriter:
     def _check_entered(self) -> None:
         if not self._entered:
             raise UsageError("an asset must be written inside the with statement of its writer")
+
+
+def put_model(store: Store, spec: KVSpec) -> None:
+    """Write a model's spec, unless the store has it; raise `AssetError` if the store has too many models."""
+    text = json.dumps({"models": [spec.to_json()]}).encode()
+    for number in range(MAX_MODELS):
+        name = model_name(number)
+        if store.blocked(store.put_new(name, text)):
+            return
+        try:
+            known = specs_from_json(bytes(store.blocked(store.get(name, limit=MAX_MODELS_BYTES))))
+        except (FormatError, NotFoundError):
+            continue
+        if [found.digest() for found in known] == [spec.digest()]:
+            return
+    raise AssetError(f"{store.url}: has {MAX_MODELS} models, the maximum of a store; publish into another prefix")

@@ -77,6 +77,12 @@ def pack_groups(frame_bytes: int) -> int:
     return count
 
 
+def lookup_names(spec: KVSpec, chunks: Sequence[str]) -> list[str]:
+    """Return the names of the objects by which players find an asset: pages, and a store's first model."""
+    ends = [page_name(chunks[-1], end=True)] if has_states(spec) else []
+    return [model_name(0), *map(page_name, chunks), *ends]
+
+
 def has_states(spec: KVSpec) -> bool:
     """Return True if a model has recurrent states; their frames are not packed."""
     return any(each.kind == "state" for each in spec.classes)

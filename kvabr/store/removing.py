@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 from kvabr.store.names import (
     CATALOGS,
@@ -23,7 +23,7 @@ from kvabr.store.pages import MAX_PAGE_BYTES, Page, pages_of, placed
 from kvabr.store.spread import spread
 from kvabr.store.store import Store, StoredObject, listing
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
-from kvabr.types.errors import FormatError, NotFoundError
+from kvabr.types.errors import FormatError, NotFoundError, VersionError
 
 Progress = Callable[[str, int, int], object]
 """Called with the name of a stage, the number of finished steps, and their total."""
@@ -122,14 +122,37 @@ def _all_names(catalog: Catalog) -> set[str]:
 async def _mend_pages(store: Store, gone: Iterable[Catalog], kept: Iterable[Catalog], objects: Collection[str]) -> None:
     shared = {chunk for catalog in gone for chunk in catalog.chunks}
     for catalog in kept:
-        if not shared.intersection(catalog.chunks):
-            continue
-        for own in pages_of(catalog):
-            for chunk in shared.intersection(own.chunks):
-                name = page_name(chunk)
-                with suppress(NotFoundError, FormatError):
-                    page = Page.loads(await store.get(name, limit=MAX_PAGE_BYTES))
-                    if page.base_objects <= set(objects):
-                        continue
-                await store.delete([name])
-                await store.put_new(name, own.dumps())
+        if shared.intersection(catalog.chunks):
+            await put_pages(store, await bad_pages(store, catalog, set(objects), shared))
+
+
+async def bad_pages(
+    store: Store, catalog: Catalog, objects: AbstractSet[str], among: AbstractSet[str] | None = None
+) -> dict[str, Page]:
+    """Return an asset's pages to write, by name: those that are missing or damaged, or that name missing frames.
+
+    ``objects`` are the names of all objects with frames; ``among``: look at the pages of these groups only.
+    """
+    if catalog.passage is not None:
+        return {}
+    names = {page_name(chunk): chunk for chunk in catalog.chunks if among is None or chunk in among}
+    if has_states(catalog.spec) and among is None:
+        names[page_name(catalog.chunks[-1], end=True)] = catalog.chunks[-1]
+    own = {chunk: page for page in pages_of(catalog) for chunk in page.chunks}
+    bad: dict[str, Page] = {}
+    for name, chunk in names.items():
+        try:
+            page = Page.loads(await store.get(name, limit=MAX_PAGE_BYTES))
+            good = chunk in page.chunks and page.base_objects <= objects
+        except (NotFoundError, FormatError) as error:
+            good = isinstance(error, VersionError)
+        if not good:
+            bad[name] = own[chunk]
+    return bad
+
+
+async def put_pages(store: Store, pages: Mapping[str, Page]) -> None:
+    """Write pages by name; replace existing ones."""
+    await store.delete(list(pages))
+    for name, page in pages.items():
+        await store.put_new(name, page.dumps())

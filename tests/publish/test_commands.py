@@ -280,6 +280,9 @@ def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, c
     capsys.readouterr()
     assert kvabr(*words) == 0
     assert f"already published: {path}" in capsys.readouterr().out
+    next((out / "i").iterdir()).unlink()
+    assert kvabr(*words) == 1
+    assert "is missing; `kvabr store verify --repair` writes it again" in capsys.readouterr().err
 
 
 @pytest.mark.model

@@ -50,6 +50,7 @@ def damage(path):
 HARM = {
     "a damaged frame": lambda root: damage(frame_file(root, 1, "FP16")),
     "a lost frame": lambda root: frame_file(root, 1, "FP16").unlink(),
+    "a lost page": lambda root: next((root / "i").iterdir()).unlink(),
     "a damaged catalog": lambda root: next((root / "a").iterdir()).write_bytes(bytes(300)),
 }
 
@@ -60,7 +61,9 @@ def test_a_damaged_asset_of_a_folder_is_replaced(tmp_path, harm):
     assert [publish(root), publish(root)] == ["published", "known"]
     HARM[harm](root)
     assert [publish(root), publish(root)] == ["published", "known"]
-    open_store(root).open().check_frames()
+    asset = open_store(root).open()
+    asset.check_parts()
+    asset.check_frames()
 
 
 def test_an_asset_of_another_store_that_has_lost_a_frame_is_replaced():

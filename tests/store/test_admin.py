@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+import zlib
 
 import pytest
 
@@ -12,12 +13,14 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.store import removing
 from kvabr.store.admin import (
     REPAIR,
+    REWRITE,
     copy_assets,
     find_damage,
     full_name,
     inventory,
     names_in,
     remove,
+    rewrite,
     total_bytes,
 )
 from kvabr.store.locations import open_objects, open_store
@@ -91,6 +94,45 @@ def test_damage_is_found_and_removed_and_published_again(place):
     assert damage(place) == []
     assert put(place, LONG[100:130]) == bad
     assert damage(place) == []
+
+
+LOST = {"a page": ("i/", 1), "all pages": ("i/", None), "the model": ("m/", None)}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_lost_lookups_are_found_and_written_again(place, lost):
+    kept = put(place, LONG[:84])
+    prefix, count = LOST[lost]
+    for name in objects(place, prefix)[:count]:
+        replace_object(place, name, None)
+    (lacks,) = find_damage(StoreTree(place))
+    assert (lacks.name, lacks.advice) == (kept, REWRITE)
+    assert prefix in lacks.what
+    rewrite(StoreTree(place), [kept])
+    assert damage(place) == []
+    assert all(found(place, LONG[:tokens]) >= tokens for tokens in (84, 80, 64, 40, 4))
+
+
+@pytest.mark.parametrize("data", [b"", None, b"cut"])
+def test_a_damaged_page_is_found_by_a_deep_check(place, data):
+    kept = put(place, LONG[:84])
+    page = objects(place, "i/")[0]
+    replace_object(place, page, read_object(place, page)[:-5] if data == b"cut" else data)
+    assert len(find_damage(StoreTree(place))) == (data != b"cut")
+    (bad,) = damage(place)
+    assert (bad.name, bad.advice) == (kept, REWRITE)
+    rewrite(StoreTree(place), [kept])
+    assert damage(place) == []
+
+
+def test_a_page_of_a_newer_version_is_left_alone(place):
+    kept = put(place, LONG[:84])
+    page = objects(place, "i/")[0]
+    newer = zlib.compress(zlib.decompress(read_object(place, page)).replace(b"kvabr.page/1", b"kvabr.page/9"))
+    replace_object(place, page, newer)
+    assert damage(place) == []
+    rewrite(StoreTree(place), [kept])
+    assert read_object(place, page) == newer
 
 
 def test_copies_between_all_kinds(place, tmp_path):
@@ -244,9 +286,23 @@ def test_frames_that_cannot_be_read_are_no_damage(root, listed, capsys):
 def test_a_copy_replaces_what_lacks_a_part(root, tmp_path):
     target = tmp_path / "copy"
     assert store("copy", root, target) == 0
-    replace_object(target, objects(target, "g/")[0], None)
-    assert store("copy", root, target) == 0
-    assert store("verify", target, "--deep") == 0
+    for prefix in ("g/", "i/", "m/"):
+        replace_object(target, objects(target, prefix)[0], None)
+        assert store("copy", root, target) == 0
+        assert store("verify", target, "--deep") == 0
+
+
+def test_repair_writes_lost_pages_again_and_removes_no_asset(root, listed, capsys):
+    for page in objects(root / "one", "i/"):
+        replace_object(root / "one", page, None)
+    assert store("verify", root) == 1
+    said = capsys.readouterr().out
+    assert f"{root / 'one' / 'i'}" in said
+    assert "is missing, and 4 more; write it again with --repair" in said
+    assert store("verify", root, "--repair") == 0
+    assert "1 written again, no other object is missing" in capsys.readouterr().out
+    assert sorted(names_in(StoreTree(root))) == listed
+    assert store("verify", root, "--deep") == 0
 
 
 def test_a_store_under_a_name_that_stores_use_inside_is_named(tmp_path):
