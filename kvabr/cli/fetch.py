@@ -293,19 +293,21 @@ async def _fetch(
         with Overlay(title, console, lambda: _trouble(client, args)) as overlay:
             options = replace(options, watch=overlay.show)
             played: Played | NothingCached
-            began_s = time.monotonic()
             try:
                 if namespace is not None:
                     played = await client.play_asset(namespace, deadline=args.deadline, tokens=tokens, options=options)
                 else:
                     played = await client.play(tokens, deadline=args.deadline, options=options)
             except IncompleteError as error:
-                late = time.monotonic() - began_s >= args.deadline
                 _print_missing_sources(client, args, console)
                 if args.out is not None and error.prefix is not None:
                     save(error.prefix, args.out)
                 result = _result(args, origin, error.prefix, connect_s)
-                return result | {"incomplete": str(error), "missing": list(error.missing), "late": late}
+                return result | {
+                    "incomplete": str(error),
+                    "missing": list(error.missing),
+                    "late": error.record.gave_up_late,
+                }
         _print_missing_sources(client, args, console)
         result = _result(args, origin, played, connect_s)
         if isinstance(played, NothingCached):

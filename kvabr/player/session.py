@@ -906,7 +906,7 @@ class Session:
         """End the play with groups missing."""
         self._end("the play is given up", now)
         reason = "; ".join((reason, *self.retries.last_faults))
-        self.record.gave_up = reason
+        self.record.gave_up, self.record.gave_up_late = reason, now >= self.view.deadline_s
         self._actions.append(GiveUp(now, reason))
 
 

@@ -370,6 +370,9 @@ class PlayRecord:
     used: int | None = None
     """Number of groups used of a cut prefix; None: all before the first missing one."""
     gave_up: str | None = None
+    """Why the play was given up, or None."""
+    gave_up_late: bool = False
+    """True if it was given up after its deadline."""
     late_for_loss: bool = False
     """True if a complete cache was late because its loss exceeded `PlayerConfig.max_loss`."""
     live: LiveRecord | None = None

@@ -29,7 +29,7 @@ from kvabr.types.errors import AssetError, FormatError, MissingAssetError, Usage
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
-from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, fields_of, own_state, read, to_json
+from kvabr.types.records import IN_MEMORY, Number, Sha256, check, fields_of, own_state, read, to_json
 from kvabr.types.tails import MAX_LOSS, Loss, Tails, check_tails, losses_with_tail, share_after_tail, tails_after
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
@@ -73,7 +73,7 @@ class Level:
     name: str
     refines: str | None = field(default=None, kw_only=True)
     """Track to decode first; None if this track is self-contained."""
-    decode_s: Positive = field(default=0.0, kw_only=True)
+    decode_s: Annotated[float, Meta(ge=0, le=1e9)] = field(default=0.0, kw_only=True)
     """Seconds for one thread of the publisher to verify and decode a full group; 0.0 if not measured."""
     tails: Tails = field(default=(), kw_only=True)
     """Remaining loss after computed tails, see `kvabr.types.tails`."""

@@ -138,7 +138,7 @@ def test_the_advice_is_that_of_the_reason(served, short, capsys, monkeypatch):
     assert "allow more time" not in said
 
     async def late(*_, **__):
-        raise IncompleteError("5 groups are missing", "", (0,), PlayRecord([]), None)
+        raise IncompleteError("5 groups are missing", "", (0,), PlayRecord([], gave_up_late=True), None)
 
     monkeypatch.setattr(AsyncClient, "play_asset", late)
     assert kvabr(*words, "--deadline", 1e-9) == 1
