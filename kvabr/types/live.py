@@ -19,7 +19,6 @@ from msgspec import Meta, Struct
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
 from kvabr.types.digests import DIGEST, kind_of, unknown
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import MAX_FRAME_BYTES
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.records import Positive, check, convert, decode, read_schema
 from kvabr.types.tails import losses_with_tail
@@ -37,7 +36,7 @@ _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
 _MAX_BEGUN_SHARE = 0.25
 """Maximum fraction of the published groups that a shorter asset may omit because only their base was encoded."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-_Frame = tuple[Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
+_Frame = tuple[Annotated[int, Meta(ge=1, le=1 << 40)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
 _DECODER = json.JSONDecoder()
 
 
