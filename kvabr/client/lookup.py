@@ -349,7 +349,7 @@ def _parse_live(data: bytes) -> Found:
 
 def _checked(catalog: Catalog) -> Catalog:
     require(catalog.digest_kind)
-    catalog.check_frames()
+    catalog.check_frame_sizes()
     return catalog
 
 

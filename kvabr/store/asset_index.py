@@ -241,7 +241,7 @@ class AssetIndex:
 def check_names(catalog: Catalog) -> None:
     """Raise `FormatError` if a catalog contains names or sizes that cannot be served."""
     space = catalog.namespace
-    catalog.check_frames()
+    catalog.check_frame_sizes()
     for track in catalog.published.values():
         if track.name in {CATALOG_TRACK, PROFILE_TRACK} or is_lookup(track.name) or is_live(track.name):
             raise FormatError(f"catalog: the track name {track.name!r} is reserved")

@@ -265,10 +265,10 @@ class Catalog(CommonFacts):
         if all(track.refines is not None for track in self.tracks):
             raise FormatError("catalog: every track refines another one; at least one track must stand alone")
 
-    def check_frames(self) -> None:
+    def check_frame_sizes(self) -> None:
         """Raise `FormatError` if a group is larger than a cache can need."""
         for track in self.tracks:
-            self.spec.check_frames(f"catalog: track {track.name}", track.bytes)
+            self.spec.check_frame_sizes(f"catalog: track {track.name}", track.bytes)
 
     @cached_property
     def groups(self) -> int:

@@ -511,7 +511,7 @@ class KVSpec:
         """Maximum size of a group's frame in bytes."""
         return min(MAX_FRAME_BYTES, _MAX_TIMES_FP16 * self.fp16_bytes(self.group_tokens) + _SLACK_BYTES)
 
-    def check_frames(self, what: str, sizes: Iterable[int]) -> None:
+    def check_frame_sizes(self, what: str, sizes: Iterable[int]) -> None:
         """Raise `FormatError` if a frame's size is more than `max_frame_bytes`."""
         most = self.max_frame_bytes
         # Not `max(sizes)`: a single call would block other threads for too long.

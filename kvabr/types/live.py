@@ -249,7 +249,7 @@ class NewsOrder:
         """
         self.check_key(news)
         for name, (size, _) in news.frames.items():
-            self._catalog.spec.check_frames(f"edge message: track {name[:80]}", [size])
+            self._catalog.spec.check_frame_sizes(f"edge message: track {name[:80]}", [size])
         check_kind(news, self._catalog.digest_kind)
         group, groups = news.group, len(self._catalog.chunks)
         if group >= groups:
