@@ -47,8 +47,12 @@ def whole(opened) -> bytes:
         opened.close()
 
 
-def spec(model: str = "test/model") -> KVSpec:
-    return KVSpec.uniform(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP)
+def spec(model: str = "test/model", frame_bytes: int = 0) -> KVSpec:
+    """A small model; a larger one for groups that it could not need."""
+    layers, heads = (1, 1) if frame_bytes < 1_000_000 else (512, 64)
+    return KVSpec.uniform(
+        model, "tokenizer", layers, heads, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP
+    )
 
 
 def digests(tokens: Sequence[int], *, model: str = "test/model", salt: bytes = b"", passage: bool = False) -> list[str]:
@@ -83,7 +87,7 @@ def make_asset(
             writer.profile(profile)
         catalog = Catalog(
             TrackNamespace(model, chunks[-1]),
-            spec(model),
+            spec(model, frame_bytes),
             len(tokens),
             tuple(chunks),
             tuple(tracks),
